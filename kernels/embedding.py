@@ -192,7 +192,7 @@ def embedding_fwd(
     The token of an id outside its table is NaN, and the next call raises an IndexError for the id.
     """
     input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
-    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset, _no_scale = rest
     source = word if inputs_embeds is None else inputs_embeds
     device, (source_rows, hidden) = source.device, source.shape
     bad = bad_ids(device)

@@ -49,14 +49,18 @@ void embedding_fwd(int dtype, std::int64_t tokens, std::int64_t hidden, const py
                    const py::tuple& position, const py::tuple& segment, Address weight, int weight_dtype,
                    Address bias, int bias_dtype, double eps, Address seed, std::uint32_t offset,
                    std::uint32_t threshold, float scale, Address y, Address z, Address mean, Address rstd,
-                   int threads) {
+                   int word_bits, Address word_scale, int threads) {
     check_shape(tokens, hidden);
+    if (word_bits != 0 && word_bits != 4 && word_bits != 8) refuse("word_bits", "0, 4 or 8", word_bits);
+    const std::int64_t columns = word_bits == 4 ? (hidden + 1) / 2 : hidden;
     const EmbeddingFwd args{dtype_of(dtype),
                             tokens,
                             hidden,
-                            lookup("input_ids", word, tokens, hidden),
+                            lookup("input_ids", word, tokens, columns),
                             lookup("position_ids", position, tokens, hidden),
                             lookup("token_type_ids", segment, tokens, hidden),
+                            word_bits,
+                            pointer<const float>(word_scale),
                             param(weight, weight_dtype),
                             param(bias, bias_dtype),
                             eps,
@@ -67,6 +71,7 @@ void embedding_fwd(int dtype, std::int64_t tokens, std::int64_t hidden, const py
                             pointer<float>(rstd)};
     check_threads(threads);
     check_given("word", args.word.table, tokens);
+    if (word_bits != 0) check_given("word_scale", args.word_scale, tokens);
     check_given("y", args.y, tokens);
     run([&] { return cpu_embedding_fwd(args, threads); });
 }

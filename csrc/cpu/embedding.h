@@ -17,6 +17,9 @@ struct EmbeddingFwd {
     DType dtype;
     std::int64_t tokens, hidden;
     Lookup word, position, segment;  // word.table is not null
+    // Of integers: 8 bits each, or 4, two per byte (see load_nibbles). The word's stride is in bytes.
+    int word_bits;            // 0: floats
+    const float* word_scale;  // [rows], the value of one integer step
     Param weight, bias;
     double eps;
     DropoutArgs dropout;

@@ -7,7 +7,8 @@
 //            dtable[v] = sum of dz over the tokens with id v
 // Tiling     Forward: one token at a time, with z in a float row in L1. Backward: four tokens at a time.
 //            A table's gradient: four vectors of columns of one row at a time, in registers.
-// Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h. dz stays in
+// Precision  Widened to float on load (a word's integers times their row's scale), rounded once on store;
+// statistics as in norm_rows.h. dz stays in
 //            float. 32 tokens of a row are summed in float, these sums in double: a row of thousands of
 //            tokens is as exact as a row of a few.
 // Saved      z rounded to T, mean and rstd; the dropout bits are drawn again.
@@ -18,23 +19,26 @@ namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
 
+FASTBERT_INLINE std::int64_t row_number(const Lookup& lookup, std::int64_t token) {
+    return lookup.ids == nullptr ? token : lookup.ids[token];
+}
+
 template <class T>
 FASTBERT_INLINE const T* row_of(const Lookup& lookup, std::int64_t token) {
     if (lookup.table == nullptr) return nullptr;
-    const std::int64_t row = lookup.ids == nullptr ? token : lookup.ids[token];
-    return static_cast<const T*>(lookup.table) + row * lookup.stride;
+    return static_cast<const T*>(lookup.table) + row_number(lookup, token) * lookup.stride;
 }
 
-// z of one token into `row_z`, also rounded into z_out if wanted; returns the sum of z.
-template <class T>
-FASTBERT_INLINE float gather_token(const EmbeddingFwd& args, std::int64_t token, float* row_z) {
-    const T* word = row_of<T>(args.word, token);
+// z of one token into `row_z`, also rounded into z_out if wanted; returns the sum of z. word(j, n) loads n
+// columns of the word's row, from column j on.
+template <class T, class W>
+FASTBERT_INLINE float sum_tables(const EmbeddingFwd& args, std::int64_t token, float* row_z, const W& word) {
     const T* position = row_of<T>(args.position, token);
     const T* segment = row_of<T>(args.segment, token);
     T* z_out = args.z == nullptr ? nullptr : static_cast<T*>(args.z) + token * args.hidden;
     Vec total[4] = {zero(), zero(), zero(), zero()};
     for_vectors(args.hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        Vec z = load(word + j, n);
+        Vec z = word(j, n);
         if (position != nullptr) z = add(z, load(position + j, n));
         if (segment != nullptr) z = add(z, load(segment + j, n));
         if (z_out != nullptr) store(z_out + j, z, n);
@@ -42,6 +46,28 @@ FASTBERT_INLINE float gather_token(const EmbeddingFwd& args, std::int64_t token,
         total[k] = add(total[k], z);
     });
     return sum4(total);
+}
+
+template <class T>
+FASTBERT_INLINE float gather_token(const EmbeddingFwd& args, std::int64_t token, float* row_z) {
+    if (args.word_bits == 0) {
+        const T* row = row_of<T>(args.word, token);
+        return sum_tables<T>(args, token, row_z, [&](std::int64_t j, int n) __attribute__((always_inline)) {
+            return load(row + j, n);
+        });
+    }
+    const Vec scale = broadcast(args.word_scale[row_number(args.word, token)]);
+    if (args.word_bits == 8) {
+        const std::int8_t* row = row_of<std::int8_t>(args.word, token);
+        return sum_tables<T>(args, token, row_z, [&](std::int64_t j, int n) __attribute__((always_inline)) {
+            return mul(load(row + j, n), scale);
+        });
+    }
+    const std::uint8_t* row = row_of<std::uint8_t>(args.word, token);
+    return sum_tables<T>(args, token, row_z, [&](std::int64_t j, int n) __attribute__((always_inline)) {
+        // Lanes past the row hold -8
+        return first(mul(load_nibbles(row + j / 2, n), scale), n);
+    });
 }
 
 template <class T>

@@ -50,6 +50,21 @@ FASTBERT_INLINE Vec load(const bf16* p, int n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p, n)), 16));
 }
 FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm256_cvtph_ps(load_words(p, n)); }
+FASTBERT_INLINE __m128i load_bytes(const void* p, int n) {
+    if (n == kLanes) return _mm_loadl_epi64(static_cast<const __m128i*>(p));
+    alignas(16) std::uint8_t buffer[16] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = static_cast<const std::uint8_t*>(p)[i];
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(buffer));
+}
+FASTBERT_INLINE Vec load(const std::int8_t* p, int n) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_bytes(p, n)));
+}
+FASTBERT_INLINE Vec load_nibbles(const std::uint8_t* p, int n) {
+    const __m128i bytes = load_bytes(p, (n + 1) / 2), low = _mm_set1_epi8(15);
+    const __m128i both =
+        _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(both, _mm_set1_epi8(8))));
+}
 FASTBERT_INLINE Vec first_of_pairs(Vec pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
 }

@@ -37,6 +37,15 @@ FASTBERT_INLINE Vec load(const bf16* p, int n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(p, n)), 16));
 }
 FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm512_cvtph_ps(load_words(p, n)); }
+FASTBERT_INLINE Vec load(const std::int8_t* p, int n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask_of(n), p)));
+}
+FASTBERT_INLINE Vec load_nibbles(const std::uint8_t* p, int n) {
+    const __m128i bytes = _mm_maskz_loadu_epi8(mask_of((n + 1) / 2), p), low = _mm_set1_epi8(15);
+    const __m128i both =
+        _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(both, _mm_set1_epi8(8))));
+}
 FASTBERT_INLINE Vec first_of_pairs(Vec pairs) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
 }

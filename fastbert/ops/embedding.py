@@ -16,6 +16,9 @@ Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = i
 column. The tables' gradients are summed in float32 in a fixed order, so repeats are bit-equal. Narrow tables
 of half precision are computed in float32, like narrow rows in `fastbert.ops.layer_norm`.
 
+The word table may hold integers of 8 or 4 bits with one scale per row, `fastbert.ops.integer_table`. Then
+word[id] is a row of these integers times the row's scale, and the dtype is ln_weight's.
+
 A backend whose kernel reads no memory for an id outside its table, and reports the id, has one more function:
 
     bad_ids(device) -> an object whose `check()` raises an IndexError for a reported id
@@ -31,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, integer_table
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.layer_norm import layer_norm_ref, widened
 from fastbert.runtime import dispatch
@@ -54,16 +57,35 @@ class EmbeddingInputs(NamedTuple):
     dropout_p: float
     seed: TensorOrNone
     offset: int
+    word_scale: TensorOrNone = None
 
     @property
     def source(self) -> Tensor:
-        """The tensor that has the dtype, the device and the width: `word` or `inputs_embeds`."""
+        """The tensor that has the dtype, the device and the width (its last dimension) of the result."""
+        if self.word_scale is not None:
+            return self.ln_weight
         return self.word if self.inputs_embeds is None else self.inputs_embeds
 
     @property
     def tokens(self) -> int:
         """The number of tokens."""
         return (self.input_ids if self.inputs_embeds is None else self.inputs_embeds).shape[0]
+
+    def words(self, dtype: torch.dtype) -> Tensor:
+        """The word embeddings, (tokens, hidden) in `dtype`; a new tensor."""
+        if self.inputs_embeds is not None:
+            return self.inputs_embeds.to(dtype, copy=True)
+        if self.word_scale is None:
+            return torch.nn.functional.embedding(self.input_ids, self.word).to(dtype)
+        width = self.ln_weight.shape[0]
+        return integer_table.looked_up(self.word, self.word_scale, self.input_ids, width, dtype)
+
+    def in_floats(self) -> EmbeddingInputs:
+        """The same with `inputs_embeds` in place of a table of integers."""
+        if self.word_scale is None:
+            return self
+        words = self.words(self.source.dtype)
+        return self._replace(input_ids=None, inputs_embeds=words, word=None, word_scale=None)
 
 
 class EmbeddingSaved(NamedTuple):
@@ -99,12 +121,18 @@ def embedding_ref(
     eps: float = 1e-12,
     dropout_p: float = 0.0,
     keep_mask: Tensor | None = None,
+    word_scale: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch, differentiable by autograd; computes in float64 for float64 tables, else in float32.
 
     `keep_mask` (the shape of the output, bool) says which elements dropout keeps; None keeps all.
     """
     source = word if inputs_embeds is None else inputs_embeds
+    if word_scale is not None:
+        source = ln_weight
+        inputs_embeds = integer_table.looked_up(
+            word, word_scale, input_ids, len(ln_weight), checks.compute_dtype(ln_weight)
+        )
     compute = checks.compute_dtype(source)
     if inputs_embeds is None:
         z = torch.nn.functional.embedding(input_ids, word.to(compute), padding_idx)
@@ -139,6 +167,7 @@ def embedding_fwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    word_scale: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0: none."""
@@ -147,7 +176,14 @@ def embedding_fwd(
     name, source = ("word", word) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     if source is None:
         raise ValueError("word: expected a torch.Tensor, because input_ids is given, got None")
-    rows, hidden = checks.matrix(name, source)
+    if word_scale is not None and inputs_embeds is not None:
+        raise ValueError("word_scale: expected None, because inputs_embeds is given, got a tensor")
+    if word_scale is None:
+        rows, hidden = checks.matrix(name, source)
+    else:
+        hidden = ln_weight.shape[0] if ln_weight.dim() else 0
+        integer_table.check(word, word_scale, hidden, ln_weight)
+        rows, source = source.shape[0], ln_weight
     tokens = rows if input_ids is None else input_ids.shape[0]
     for name, table, ids_name, ids in (
         ("word", None if input_ids is None else word, "input_ids", input_ids),
@@ -158,14 +194,16 @@ def embedding_fwd(
             raise ValueError(f"{name}, {ids_name}: expected both or neither")
         if table is not None and ids is not None:
             rows = table.shape[0]
-            checks.operand(name, table, (rows, hidden), (source.dtype,), source, strided=True)
+            if name != "word" or word_scale is None:
+                checks.operand(name, table, (rows, hidden), (source.dtype,), source, strided=True)
             checks.operand(ids_name, ids, (tokens,), (torch.int64,), source)
             checks.ids_in_range(ids_name, "id", ids, rows, f"a {name} table")
     for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
         checks.operand(name, vector, (hidden,), (source.dtype, torch.float32), source)
     checks.dropout(dropout_p, seed, offset, source)
     tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
-    inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, padding_idx, eps, dropout_p, seed, offset)
+    options = padding_idx, eps, dropout_p, seed, offset, word_scale
+    inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, *options)
     return dispatch.call("embedding_fwd", source, inputs, save)
 
 
@@ -175,8 +213,8 @@ def _(*args):
     source, rows = inputs.source, inputs.tokens
     stats = checks.compute_dtype(source)
     return (
-        source.new_empty((rows, source.shape[1])),
-        source.new_empty((rows, source.shape[1]) if save else (0,)),
+        source.new_empty((rows, source.shape[-1])),
+        source.new_empty((rows, source.shape[-1]) if save else (0,)),
         source.new_empty((rows if save else 0,), dtype=stats),
         source.new_empty((rows if save else 0,), dtype=stats),
     )
@@ -261,7 +299,7 @@ def _setup_context(ctx: Any, inputs: EmbeddingInputs, output: tuple[Tensor, ...]
 
 def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 15
+        return (None,) * 16
     z, ln_weight, mean, rstd, seed, *ids = ctx.saved_tensors
     options = ctx.padding_idx, ctx.dropout_p, seed, ctx.offset
     saved = EmbeddingSaved._make((z, ln_weight, mean, rstd, *ids, *ctx.table_rows, *options))
@@ -280,7 +318,7 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[
         checks.as_dtype(dln_weight, ln_weight.dtype) if need[7] else None,
         checks.as_dtype(dln_bias, ctx.ln_bias_dtype) if need[8] else None,
     )
-    return *grads, *(None,) * 6
+    return *grads, *(None,) * 7
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -330,6 +368,7 @@ def embedding(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     offset: int = 0,
+    word_scale: Tensor | None = None,
 ) -> Tensor:
     """dropout(LayerNorm(word[input_ids] + position[position_ids] + segment[token_type_ids])).
 
@@ -339,7 +378,8 @@ def embedding(
 
     Args:
         input_ids: (...,) int64 or int32, or None with `inputs_embeds`.
-        word: (vocab, hidden). Not read, and may be None, where `inputs_embeds` is given.
+        word: (vocab, hidden). Not read, and may be None, where `inputs_embeds` is given. With `word_scale`
+            integers: int8 (vocab, hidden), or uint8 (vocab, ⌈hidden / 2⌉) with two of 4 bits per byte.
         ln_weight: (hidden,); its dtype may differ from the tables'.
         ln_bias: (hidden,).
         position_ids: ids of a shape that broadcasts to the tokens'; None without `position`.
@@ -352,6 +392,9 @@ def embedding(
         dropout_p: probability of dropping an element of the normalised sum, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on the tables' device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32).
+        word_scale: (vocab,) float32, the value of one integer step in each row of `word`
+            (`fastbert.ops.integer_table`); None for a `word` of floats. Not read where `inputs_embeds` is
+            given. The other tables then have ln_weight's dtype.
 
     Returns:
         (..., hidden) in the tables' dtype; under autocast, promoted with the norm's, as PyTorch's norms are.
@@ -366,18 +409,21 @@ def embedding(
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
     if inputs_embeds is None:
-        source, input_ids, padding_idx = _check_words(input_ids, word, padding_idx)
-        shape, input_ids, word = input_ids.shape, _flat_ids(input_ids, input_ids.shape), checks.rows(source)
+        input_ids, table, padding_idx = _check_words(input_ids, word, padding_idx, word_scale, ln_weight)
+        source = table if word_scale is None else ln_weight
+        shape, input_ids, word = input_ids.shape, _flat_ids(input_ids, input_ids.shape), checks.rows(table)
     else:
         checks.float_tensor("inputs_embeds", inputs_embeds)
         if inputs_embeds.dim() == 0 or inputs_embeds.shape[-1] == 0:
             raise ValueError(
                 f"inputs_embeds: expected shape (..., hidden), hidden >= 1, got {tuple(inputs_embeds.shape)}"
             )
-        source, shape, word, padding_idx = inputs_embeds, inputs_embeds.shape[:-1], None, -1
+        source, shape, padding_idx = inputs_embeds, inputs_embeds.shape[:-1], -1
+        word = word_scale = None
         inputs_embeds = checks.rows(inputs_embeds)
     hidden = source.shape[-1]
-    like = ("word" if inputs_embeds is None else "inputs_embeds", source, shape)
+    source_name = "word" if word_scale is None else "ln_weight"
+    like = (source_name if inputs_embeds is None else "inputs_embeds", source, shape)
     position_ids, position = _check_table("position", position, "position_ids", position_ids, *like)
     token_type_ids, segment = _check_table("segment", segment, "token_type_ids", token_type_ids, *like)
     for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
@@ -390,11 +436,13 @@ def embedding(
         promoted = torch.promote_types(promoted, ln_weight.dtype)
     ln_weight, ln_bias = (checks.norm_vector(v, source.dtype) for v in (ln_weight, ln_bias))
 
-    trainable = widened(source, inputs_embeds, word, position, segment, ln_weight, ln_bias)
-    inputs_embeds, word, position, segment, ln_weight, ln_bias = trainable
+    floats = word if word_scale is None else None
+    trainable = widened(source, inputs_embeds, floats, position, segment, ln_weight, ln_bias)
+    inputs_embeds, floats, position, segment, ln_weight, ln_bias = trainable
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
+    word = floats if word_scale is None else word
     tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
-    options = padding_idx, eps, float(dropout_p), seed, offset
+    options = padding_idx, eps, float(dropout_p), seed, offset, word_scale
     inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, *options)
     if torch.compiler.is_compiling():
         y = embedding_fwd(*inputs, save)[0]
@@ -405,19 +453,25 @@ def embedding(
     return checks.as_dtype(y.view(*shape, hidden), promoted)
 
 
-def _check_words(input_ids: object, word: object, padding_idx: int | None) -> tuple[Tensor, Tensor, int]:
-    """(word, input_ids, padding_idx or -1), checked."""
-    word = checks.float_tensor("word", word)
+def _check_words(
+    input_ids: object, word: object, padding_idx: int | None, word_scale: object, ln_weight: object
+) -> tuple[Tensor, Tensor, int]:
+    """(input_ids, word, padding_idx or -1), checked."""
+    if word_scale is None:
+        word = checks.float_tensor("word", word)
+    else:
+        like = checks.float_tensor("ln_weight", ln_weight)
+        word = integer_table.check(word, word_scale, like.shape[-1] if like.dim() else 0, like)
     if word.dim() != 2 or 0 in word.shape:
         raise ValueError(f"word: expected shape (vocab, hidden), got {tuple(word.shape)}")
     vocab = word.shape[0]
     input_ids = checks.int_tensor("input_ids", input_ids, word)
     checks.ids_in_range("input_ids", "token id", input_ids, vocab, "a vocabulary")
     if padding_idx is None:
-        return word, input_ids, -1
+        return input_ids, word, -1
     if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:
         raise ValueError(f"padding_idx: expected an integer in [{-vocab}, {vocab}), got {padding_idx!r}")
-    return word, input_ids, padding_idx % vocab
+    return input_ids, word, padding_idx % vocab
 
 
 def _check_table(name, table, ids_name, ids, source_name, like, shape) -> tuple[Tensor | None, Tensor | None]:

@@ -16,14 +16,11 @@ DTYPES = FLOATS
 
 
 def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment = inputs[:7]
-    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = inputs[7:]
+    position_ids, position, token_type_ids, segment = inputs[3:7]
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = inputs[7:14]
     dtype = inputs.source.dtype
     stats = torch.float64 if dtype == torch.float64 else torch.float32
-    if inputs_embeds is None:
-        z = F.embedding(input_ids, word).to(stats)
-    else:
-        z = inputs_embeds.to(stats, copy=True)
+    z = inputs.words(stats)
     if position is not None:
         z.add_(F.embedding(position_ids, position))
     if segment is not None:

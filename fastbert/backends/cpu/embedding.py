@@ -8,6 +8,7 @@ from torch import Tensor
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
+from fastbert.ops.integer_table import bits_of
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
 
@@ -29,7 +30,8 @@ def _lookup(table, ids):
 
 def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
     source, tokens = inputs.source, inputs.tokens
-    hidden = source.shape[1]
+    hidden, scale = source.shape[-1], inputs.word_scale
+    words = inputs.word if inputs.inputs_embeds is None else inputs.inputs_embeds
     # these copies must outlive the call
     ids = [_flat(t) for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)]
     word_ids = ids[0] if inputs.inputs_embeds is None else None
@@ -41,7 +43,7 @@ def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
         DTYPE_CODES[source.dtype],
         tokens,
         hidden,
-        _lookup(source, word_ids),
+        _lookup(words, word_ids),
         _lookup(inputs.position, ids[1]),
         _lookup(inputs.segment, ids[2]),
         *vector(inputs.ln_weight),
@@ -49,6 +51,8 @@ def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
         inputs.eps,
         *dropout(inputs.dropout_p, inputs.seed, inputs.offset),
         *(t.data_ptr() for t in (y, z, mean, rstd)),
+        bits_of(words),
+        0 if scale is None else scale.data_ptr(),
         torch.get_num_threads(),
     )
     return y, z, mean, rstd

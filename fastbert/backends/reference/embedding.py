@@ -15,11 +15,11 @@ DTYPES = FLOATS
 
 
 def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment = inputs[:7]
-    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = inputs[7:]
+    position_ids, position, token_type_ids, segment = inputs[3:7]
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = inputs[7:14]
     source = inputs.source
     compute = compute_dtype(source)
-    z = (word[input_ids] if inputs_embeds is None else inputs_embeds.clone()).to(compute)
+    z = inputs.words(compute)
     if position is not None:
         z = z + position[position_ids].to(compute)
     if segment is not None:

@@ -45,7 +45,7 @@ def cross_entropy_bwd(
 
 
 def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
-    return kernels("embedding").embedding_fwd(inputs, save)
+    return kernels("embedding").embedding_fwd(inputs.in_floats(), save)
 
 
 def bad_ids(device: torch.device) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastbert.ops import integer_table
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.testing.error_rule import Case, Outputs, draws
@@ -19,7 +20,7 @@ OFFSET = 5
 
 @dataclass(frozen=True, repr=False)
 class EmbeddingCase(Case):
-    """`tokens` ids of a `vocab` x `hidden` table, with the op's options."""
+    """`tokens` ids of a `vocab` x `hidden` table, with the op's options; `bits` of integers, 0 for floats."""
 
     tokens: int
     vocab: int
@@ -29,12 +30,21 @@ class EmbeddingCase(Case):
     inputs_embeds: bool = False
     padding_idx: int | None = None
     dropout_p: float = 0.0
+    bits: int = 0
 
     op = "embedding"
     shape = "{0.tokens}x{0.vocab}x{0.hidden}"
-    marks = "position=no_position segment=no_segment inputs_embeds padding_idx=padding dropout_p=dropout"
+    marks = (
+        "position=no_position segment=no_segment inputs_embeds padding_idx=padding dropout_p=dropout "
+        "bits={}bits"
+    )
     options = ("padding_idx", "dropout_p")
-    grad_inputs = ("word", "position", "segment", "inputs_embeds", "ln_weight", "ln_bias")
+
+    @property
+    def grad_inputs(self) -> tuple[str, ...]:
+        """Names of the inputs to differentiate."""
+        floats = "position", "segment", "inputs_embeds", "ln_weight", "ln_bias"
+        return floats if self.bits else ("word", *floats)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
@@ -43,9 +53,16 @@ class EmbeddingCase(Case):
             return torch.randint(high, (self.tokens,), generator=g).to(device)
 
         positions = max(1, self.tokens // 2)
+        word: Any = None if self.inputs_embeds else randn(self.vocab, self.hidden)
+        integers = {}
+        if self.bits:
+            word, scale = integer_table.rounded(word, self.bits)
+            word = word if self.bits == 8 else integer_table.packed(word)
+            integers = {"word_scale": scale}
         return {
+            **integers,
             "input_ids": None if self.inputs_embeds else ids(self.vocab),
-            "word": None if self.inputs_embeds else randn(self.vocab, self.hidden),
+            "word": word,
             "position_ids": torch.arange(self.tokens, device=device) % positions if self.position else None,
             "position": randn(positions, self.hidden) if self.position else None,
             "token_type_ids": ids(2) if self.segment else None,
@@ -63,16 +80,20 @@ class EmbeddingCase(Case):
         shape = self.tokens, self.hidden
         return keep_mask_2d(seed, OFFSET, *shape, self.dropout_p) if self.dropout_p else None
 
-    def _sum(self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_):
-        z = inputs_embeds if word is None else F.embedding(input_ids, word, self.padding_idx)
+    def _sum(self, word, inputs_embeds, position, segment, **more):
+        if self.bits:
+            dtype = more["ln_weight"].dtype
+            integers = word if self.bits == 8 else integer_table.unpacked(word, self.hidden)
+            word = integers.to(dtype) * more["word_scale"].to(dtype)[:, None]
+        z = inputs_embeds if word is None else F.embedding(more["input_ids"], word, self.padding_idx)
         if segment is not None:
-            z = z + F.embedding(token_type_ids, segment)
+            z = z + F.embedding(more["token_type_ids"], segment)
         if position is not None:
-            z = z + F.embedding(position_ids, position)
+            z = z + F.embedding(more["position_ids"], position)
         return z
 
     def eager(self, ln_weight: Tensor, ln_bias: Tensor, seed: TensorOrNone, **tables: Any) -> Outputs:
-        z = self._sum(**tables)
+        z = self._sum(**tables, ln_weight=ln_weight)
         y = F.layer_norm(z, (self.hidden,), ln_weight, ln_bias, 1e-12)
         return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
 
@@ -93,7 +114,8 @@ class EmbeddingCase(Case):
     def bytes(self, dtype: torch.dtype) -> int:
         reads = 1 + self.position + self.segment
         ids = 8 * self.tokens * (reads - self.inputs_embeds)
-        return ids + ((reads + 1) * self.tokens + 2) * self.hidden * dtype.itemsize
+        rows = ((reads + 1 - bool(self.bits)) * self.tokens + 2) * self.hidden * dtype.itemsize
+        return ids + rows + self.tokens * (self.hidden * self.bits // 8 + 4 * bool(self.bits))
 
 
 SMALL = [
@@ -114,6 +136,10 @@ CASES = [
     EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1),  # BERT-base in training
     EmbeddingCase(33, 7, 128, inputs_embeds=True),
     EmbeddingCase(33, 7, 31, position=False, inputs_embeds=True, dropout_p=0.1),
+    EmbeddingCase(64, 211, 384, bits=8),
+    EmbeddingCase(40, 211, 101, position=False, dropout_p=0.25, bits=8),
+    EmbeddingCase(64, 211, 768, bits=4),
+    EmbeddingCase(33, 50, 31, segment=False, bits=4),  # the last byte of a row holds one integer
     EmbeddingCase(257, 5, 64, segment=False),  # every row of the table many times over
 ]
 
