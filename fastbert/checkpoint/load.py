@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fastbert.checkpoint.check import FLOATS, check_keys, check_mathematics, check_shapes, check_value
 from fastbert.checkpoint.files import CONFIG, CheckpointError, listed
-from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties
+from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties, unpack
 from fastbert.checkpoint.read import Stored, weights_of
 from fastbert.layers import quantized as quantization
 
@@ -102,6 +102,7 @@ def load_weights(
     where = files[0].parent if state_dict is None else files[0]
     found = rename(names, stored)
     resolve_ties(names, found)
+    unpack(names, found)
     fresh, unused, left_out = check_keys(names, config, files, found, strict)
     report = LoadReport(files, fresh, unused)
     if report.missing and not allow_missing_head:

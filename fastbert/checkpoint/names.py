@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.checkpoint.read import Stored
-from fastbert.layers import quantized as quantization
+from fastbert.layers.integers import IntegerWeight
+from fastbert.layers.quantized import from_stored, holds_group
 
 # Wrappers that put their name before every key: DataParallel, torch.compile, a LightningModule's attribute
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -29,7 +30,7 @@ class Names:
         state: key -> parameter or buffer.
         tied: tied key -> the key of the parameter that it shares.
         roots: first parts of the encoder's own keys: "embeddings", "encoder", ….
-        int8: key -> the module whose 8-bit weight, scales or factors it is.
+        int8: key -> the module whose integers, scales or factors it is.
         wrappers: what `rename` took off the keys' fronts.
     """
 
@@ -43,12 +44,12 @@ class Names:
         self.encoder = [key for key in self.state if key.startswith(self.prefix)]
         self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
         self.pooler: str = (self.family.pooler or "pooler") + "."
-        self.int8: dict[str, quantization.QuantizedLinear] = {
+        self.int8: dict[str, IntegerWeight] = {
             f"{name}.{leaf}": module
             for name, module in model.named_modules()
-            if isinstance(module, quantization.QuantizedLinear)
-            for leaf in ("weight", "scale", "smooth")
-            if getattr(module, leaf) is not None
+            if isinstance(module, IntegerWeight)
+            for leaf, tensor in module._buffers.items()
+            if leaf != "bias" and tensor is not None
         }
         self.wrappers: set[str] = set()
 
@@ -146,6 +147,24 @@ def resolve_ties(names: Names, found: dict[str, Stored]) -> None:
         for absent, there in (pair, pair[::-1]):
             if absent in names.state and absent not in names.tied and absent not in found and there in found:
                 found[absent] = found[there]
+
+
+def unpack(names: Names, found: dict[str, Stored]) -> None:
+    """Put the integers of weights of 4 bits in the place of what the files hold; see `as_stored`."""
+    for key, module in names.int8.items():
+        owner, _, leaf = key.rpartition(".")
+        group = found.get(f"{owner}.group")
+        if leaf != "weight" or key not in found:
+            continue
+        if group is None and found[key].tensor.dtype == torch.uint8 and holds_group(module):
+            raise CheckpointError(f"{found[key]}: 4 bits per weight, and {owner}.group is missing")
+        if group is not None:
+            try:
+                weight = from_stored(module, found[key].tensor, group.tensor)
+            except ValueError as error:
+                raise CheckpointError(f"{group}: {error}") from None
+            found[key] = found[key]._replace(tensor=weight)
+            del found[f"{owner}.group"]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -43,6 +43,7 @@ from fastbert.checkpoint.files import (
     own_tag,
 )
 from fastbert.layers import quantized as quantization
+from fastbert.layers.integers import IntegerWeight
 
 
 def save(
@@ -83,6 +84,10 @@ def save(
             raise CheckpointError(f"{directory}: {key}: is on the meta device and has no value to save")
         if value.numel() and not all(v.isfinite() for v in torch.aminmax(value)):
             raise CheckpointError(f"{directory}: {key}: holds NaN or infinity; not saved")
+    try:
+        state = quantization.as_stored(model, state)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}; not saved") from None
     config_text = _config_text(model, state)
     stamp = Stamp(digest(config_text.encode()), model.config.mathematics())
     shards = _split(state, limit)
@@ -132,11 +137,13 @@ def _bytes(size: int | str) -> int:
 def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     values = model.config.to_dict()
     values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
-    dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
+    scales = {f"{name}.scale" for name, module in model.named_modules() if isinstance(module, IntegerWeight)}
+    floats = {key: value for key, value in state.items() if value.is_floating_point()}
+    dtypes = [value.dtype for key, value in floats.items() if key not in scales]
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     values.pop("quantization_config", None)  # the weights decide, not the config
-    if quantization.is_quantized(model):
-        values["quantization_config"] = quantization.entry_of(model)
+    if (entry := quantization.entry_of(model)) is not None:
+        values["quantization_config"] = entry
     if "torch_dtype" in values:  # the same key before transformers 5
         values["torch_dtype"] = values["dtype"]
     return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"

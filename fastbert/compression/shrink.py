@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import disentangled, global_tokens
+from fastbert.layers import disentangled, global_tokens, quantized
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import LayerForm
 from fastbert.layers.modules import is_plain, part
@@ -45,6 +45,8 @@ def check(model: PreTrainedModel) -> None:
             if layer.int8 or not is_plain(module := part(layer, path), nn.Linear):
                 kind = "quantised" if layer.int8 else type(module).__name__
                 raise ValueError(f"model: expected plain linear layers, but {path} of layer {i} is {kind}")
+    if quantized.is_quantized(model):
+        raise ValueError("model: expected a table of words in floating point, but it is quantised")
 
 
 def check_ours(model: object) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from fastbert.compression import shrink
 from fastbert.compression.distillation.bilstm import BiLstmForSequenceClassification
+from fastbert.layers import quantized
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -40,13 +41,19 @@ def size_of(model: PreTrainedModel | BiLstmForSequenceClassification) -> Size:
     of_lstm = isinstance(model, BiLstmForSequenceClassification)
     flops = model.operations() if of_lstm else 0
     for layer in () if of_lstm else model.base_model.layer_list():
+        if not hasattr(layer, "form"):
+            # XLNet's, whose products have no linear layers
+            flops += 2 * sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+            flops += 4 * TOKENS * model.config.hidden_size
+            continue
         form = layer.form
         for path in shrink.paths(form):
             linear = part(layer, path)
             flops += 2 * linear.in_features * linear.out_features
         reach = TOKENS if form.window is None else min(TOKENS, 1 + sum(form.window))
         flops += 4 * reach * form.nheads * form.head_dim
-    return Size(model.num_parameters(), sum(t.numel() * t.element_size() for t in tensors), flops)
+    size = sum(t.numel() * t.element_size() for t in tensors) - quantized.bytes_saved(model)
+    return Size(model.num_parameters(), size, flops)
 
 
 def tokens_per_second(

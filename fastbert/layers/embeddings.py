@@ -16,6 +16,7 @@ from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import HOOKS
+from fastbert.layers.quantized_table import QuantizedEmbedding
 from fastbert.ops import checks
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.dropout import keep_mask_2d
@@ -81,10 +82,10 @@ def embed(
     norm = modules["norm" if modern else "LayerNorm"]
     position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
     projection = modules.get("embed_proj")
-    factored = isinstance(word, FactoredTable)
+    factored, integers = isinstance(word, FactoredTable), is_plain(word, QuantizedEmbedding)
     if factored and inputs_embeds is None:
         input_ids, inputs_embeds = None, word(input_ids)
-    tables = [m for m in (None if factored else word, position, segment) if m is not None]
+    tables = [m for m in (None if factored or integers else word, position, segment) if m is not None]
     plain = projection is None and all(map(_is_plain_table, tables))
     if plain and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
         return embedding(
@@ -102,6 +103,7 @@ def embed(
             dropout_p=dropout_p,
             seed=seed,
             offset=0,
+            word_scale=word.scale if integers else None,
         )
     x = word(input_ids) if inputs_embeds is None else inputs_embeds
     if segment is not None:
@@ -462,6 +464,10 @@ class WordEmbeddings(nn.Embedding):
     def forward(self, input_ids: Tensor, *_: Any) -> Tensor:
         """Ids of any shape -> (…, hidden); nothing else is read."""
         return super().forward(input_ids)
+
+
+# The classes of embeddings that say themselves whether the modules must be called
+OWN = Embeddings, WordEmbeddings, QuantizedEmbedding
 
 
 def relative_bias(

@@ -7,8 +7,8 @@ The forward is the op `linear_int8` itself, on the integers that `quantize` woul
 what inference computes, bit for bit on the same backend. Each range is that of the tensor's own values: none
 is cut off, so no gradient has to be set to 0. LayerNorm, softmax and activations stay in floating point.
 
-Weights in 4 bits have one scale per 32 inputs of an output channel, and are multiplied as 8-bit integers.
-Tables have one scale per row.
+Weights in 4 bits have a factor per 32 inputs of an output channel (`int4.py`), and are multiplied as 8-bit
+integers. Tables have one scale per row.
 
 Source: Zafrir et al. 2019, "Q8BERT: Quantized 8Bit BERT"; Bengio et al. 2013, "Estimating or Propagating
 Gradients Through Stochastic Neurons for Conditional Computation" (straight-through); Shen et al. 2020,
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastbert.layers.modules import attach, is_plain, take_over
 from fastbert.layers.quantized import (
@@ -31,22 +30,13 @@ from fastbert.layers.quantized import (
     int8_layer_operands,
     int8_product,
     rounded_channels,
-    symmetric_steps,
 )
-from fastbert.ops import checks
+from fastbert.ops import checks, integer_table
 from fastbert.ops.linear import linear_bwd
 from fastbert.ops.linear_int8 import linear_int8, quantize_rows
 from fastbert.runtime import prepared
 
 BITS = (8, 4)
-GROUP = 32  # inputs that share a scale in 4 bits
-
-
-def grouped(weight: Tensor) -> Tensor:
-    """(out, in) -> the same in float32, rounded to 4 bits: -7 to 7 times a scale per `GROUP` inputs."""
-    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    integers, scale = symmetric_steps(groups, 7)
-    return (integers * scale).flatten(1)[:, : weight.shape[1]]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -55,7 +45,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, weight, bias, bits, activation, gated = args
-        integers, scale = rounded_channels(grouped(weight) if bits == 4 else weight)
+        integers, scale = rounded_channels(weight, bits)
         ctx.save_for_backward(x, integers, scale, bias)
         ctx.activation, ctx.gated, ctx.dtype = activation, gated, weight.dtype
         return linear_int8(x, integers, scale, bias, activation, gated=gated)
@@ -131,8 +121,8 @@ class FakeQuantizedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """(…) integers -> (…, width): the rows, rounded."""
         rows = super().forward(input)
-        integers, scale = symmetric_steps(rows.detach(), 127 if self.bits == 8 else 7)
-        return _Rounded.apply(rows, (integers * scale).to(rows.dtype))
+        integers, scale = integer_table.rounded(rows.detach().flatten(0, -2), self.bits)
+        return _Rounded.apply(rows, (integers * scale[:, None]).to(rows.dtype).view_as(rows))
 
     def extra_repr(self) -> str:
         """Shown between the parentheses of `repr`."""
@@ -147,10 +137,7 @@ def _copy(module: FakeQuantizedLinear) -> QuantizedLinear:
 
 def quantized(module: FakeQuantizedLinear, name: str = "linear") -> QuantizedLinear:
     """The quantised layer that the module trains for; `name` names it in errors."""
-    made = QuantizedLinear.from_linear(module, name)
-    if module.bits == 4 and module.weight.numel():
-        made.weight, made.scale = rounded_channels(grouped(module.weight))
-    return made
+    return QuantizedLinear.from_linear(module, name, module.bits)
 
 
 def plain(module: FakeQuantizedLinear | FakeQuantizedEmbedding) -> nn.Linear | nn.Embedding:

@@ -1,12 +1,14 @@
-"""8-bit linear layers for inference on a CPU: `model.quantize("int8")`, `accelerate(model, dtype="int8")`.
+"""Quantised models for inference on a CPU: `model.quantize("int8")`, `accelerate(model, dtype="int8")`.
 
 A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
 is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
 
 The linear layers of every encoder layer are quantised, which do nearly all of a model's arithmetic. The
-embeddings are not, because they multiply nothing. Neither are the pooler, the projection of ELECTRA and
-ALBERT and the heads: they cost little, and no later layer averages their rounding out. LayerNorm, softmax and
-the residual sums stay in the model's dtype.
+pooler, the projection of ELECTRA and ALBERT and the heads are not: they cost little, and no later layer
+averages their rounding out. LayerNorm, softmax and the residual sums stay in the model's dtype. The table of
+words is quantised on request (`quantized_table.py`).
+
+"int4" weights are 8-bit weights that a file stores in 4 bits (`int4.py`).
 
 `quantize` replaces a model's own linear layers by `QuantizedLinear`. An accelerated model of transformers
 keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/prepared.py).
@@ -15,35 +17,44 @@ keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers import int4, quantized_table
+from fastbert.layers.integers import NO_TRAINING, IntegerWeight
 from fastbert.layers.modules import attach, is_plain, part
 from fastbert.layers.smoothing import Calibration, check_smooth, smoothing
-from fastbert.ops import checks
+from fastbert.ops import checks, integer_table
 from fastbert.ops.linear_int8 import linear_int8, panel_maker
 from fastbert.runtime import prepared
 
+# What `accelerate` takes
 MODES = ("int8",)
 # The entry of a quantised checkpoint in config.json. It has no `quant_method` on purpose. Without one
-# transformers raises; an unknown one it skips with a warning, and loads the integers as weights.
+# transformers raises; an unknown one it skips with a warning, and loads the integers as weights. "weights"
+# and "embeddings" are absent if they are floating-point.
 CONFIG = {
     "format": "fastbert-int8",
     "weights": "int8, symmetric, one float32 scale per output channel",
     "activations": "8 bits, asymmetric, one range per token, dynamic",
 }
-_NO_TRAINING = (
-    "is quantised to 8 bits, which have no gradient: it cannot be trained. Load the floating-point "
-    "checkpoint, train that, and quantise it afterwards"
-)
+WEIGHTS = {
+    "int8": CONFIG["weights"],
+    "int4": "int4, symmetric, groups of 32 with a factor from 1 to 18, one float32 scale per output channel",
+}
+EMBEDDINGS = {
+    "int8": "int8, symmetric, one float32 scale per row",
+    "int4": "int4, symmetric, two per byte, one float32 scale per row",
+}
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(IntegerWeight):
     """nn.Linear with an 8-bit weight, for inference. It has buffers and no parameters.
 
     `weight` stays int8 and `scale` float32, whatever dtype the module is moved to; `bias` takes that dtype.
+    See `IntegerWeight`.
 
     Args:
         in_features, out_features: as nn.Linear.
@@ -57,10 +68,9 @@ class QuantizedLinear(nn.Module):
         bias: (out,) or None.
         smooth: (in,) float32, > 0, by which inputs are multiplied before they are rounded; or None. `weight`
             is the weight divided by it; see `smoothing.py`.
+        bits: of a weight in a file, 8 or 4.
     """
 
-    weight: Tensor
-    scale: Tensor
     bias: Tensor | None
     smooth: Tensor | None
 
@@ -73,28 +83,25 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.register_buffer(
-            "weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
-        )
-        self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32, device=device))
+        super().__init__(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.in_features, self.out_features, self.bits = in_features, out_features, 8
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
         self.register_buffer("smooth", None)
-        self.training = False
 
     @classmethod
     @torch.no_grad()
     def from_linear(
-        cls, linear: nn.Module, name: str = "linear", smooth: Tensor | None = None
+        cls, linear: nn.Module, name: str = "linear", bits: int = 8, smooth: Tensor | None = None
     ) -> QuantizedLinear:
         """The quantised copy of an nn.Linear: symmetric, with scale = max |weight| / 127 per output channel.
 
-        A channel of zeros has scale 1. A copy of a layer on the meta device has the shapes and no values.
+        With 4 bits the integers are those of `fastbert.layers.int4`. A channel of zeros has scale 1. A copy
+        of a layer on the meta device has the shapes and no values.
 
         Args:
             linear: an nn.Linear, which is not changed.
             name: the layer's name in errors.
+            bits: 8 or 4.
             smooth: see `QuantizedLinear`; the copy's own.
 
         Raises:
@@ -107,13 +114,13 @@ class QuantizedLinear(nn.Module):
         weight, bias = linear.weight, linear.bias
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
-        made.smooth = smooth
+        made.bits, made.smooth = bits, smooth
         if weight.is_meta or weight.numel() == 0:
             if made.bias is not None and not made.bias.is_meta:
                 check_finite(weight, bias, name)
                 made.bias.copy_(bias)
             return made
-        integers, scale = rounded_channels(weight if smooth is None else weight.float() / smooth)
+        integers, scale = rounded_channels(weight if smooth is None else weight.float() / smooth, bits)
         # One weight that is not finite makes its channel's scale so
         check_finite(scale, bias, name)
         made.scale.copy_(scale)
@@ -131,81 +138,19 @@ class QuantizedLinear(nn.Module):
         weight = self.weight.float() * self.scale[:, None]
         return weight if self.smooth is None else weight * self.smooth
 
-    @prepared.plain_train
-    def train(self, mode: bool = True) -> QuantizedLinear:
-        """Accept `train(False)`, which changes nothing.
-
-        Raises:
-            RuntimeError: for training mode.
-        """
-        if mode:
-            raise RuntimeError(f"{type(self).__name__} {_NO_TRAINING}")
-        return self
-
     def extra_repr(self) -> str:
         """Shown between the parentheses of `repr`."""
         out, bias = self.out_features, self.bias is not None
         smooth = "" if self.smooth is None else ", smooth=True"
         return f"in_features={self.in_features}, out_features={out}, bias={bias}{smooth}"
 
-    def problem(self, name: str, tensor: Tensor) -> str | None:
-        """What is wrong with `tensor` as this module's buffer `name`, or None."""
-        wanted = {"weight": torch.int8, "scale": torch.float32, "smooth": torch.float32}.get(name)
-        if wanted is None:
-            return None
-        if tensor.dtype != wanted or tensor.layout is not torch.strided:
-            return f"dtype {tensor.dtype}; expected {wanted} of a weight quantised by fastbert"
-        if tensor.is_meta or tensor.numel() == 0:
-            return None
-        low, high = torch.aminmax(tensor)
-        if name == "weight" and low < -127:
-            return "holds -128; expected integers from -127 to 127"
-        if name != "weight" and not (low > 0 and torch.isfinite(high)):
-            return f"expected positive finite {'scales' if name == 'scale' else 'factors'}"
-        return None
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
-        problems = [
-            f"{prefix}{name}: {problem}"
-            for name in self._buffers
-            if isinstance(tensor := state_dict.get(prefix + name), Tensor)
-            and (problem := self.problem(name, tensor))
-        ]
-        # Copying would round floating-point weights to integers
-        if problems:
-            error_msgs += problems
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+def rounded_channels(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(weight (out, in) int8 from -127 to 127, scale (out,) float32) of a floating-point weight.
 
-    def _apply(self, fn, recurse=True):
-        kept = [(name, t) for name, t in self._buffers.items() if name != "bias" and t is not None]
-        super()._apply(fn, recurse)
-        # `.half()` and its kin move these buffers and keep their dtype
-        for name, before in kept:
-            if (now := getattr(self, name)).dtype != before.dtype:
-                self._buffers[name] = before.to(now.device)
-        return self
-
-
-def symmetric_steps(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(integers from -most to most, scale (…, 1)), both float32: `x` in equal steps along its last dimension.
-
-    scale is max |x| / most, or 1 where that is not a normal float32: such small values become zeros.
+    With 4 bits the integers are those of `fastbert.layers.int4`.
     """
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / wide.new_tensor(float(most))
-    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)
-    return (wide / scale).round_().clamp_(-most, most), scale
-
-
-def rounded_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight (out, in) int8 from -127 to 127, scale (out,) float32) of a floating-point weight."""
-    integers, scale = symmetric_steps(weight, 127)
-    return integers.to(torch.int8), scale.squeeze(1)
+    return int4.rounded(weight) if bits == 4 else integer_table.rounded(weight, 8)
 
 
 @torch.no_grad()
@@ -335,40 +280,133 @@ def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tenso
     )
 
 
+def table_product(x: Tensor, table: quantized_table.QuantizedEmbedding, bias: Tensor | None) -> Tensor:
+    """(…, width) -> x @ table.T + bias, (…, rows of the table): an 8-bit linear layer of the table's rows."""
+
+    def linear() -> QuantizedLinear:
+        made = QuantizedLinear(table.embedding_dim, table.num_embeddings, bias is not None, device="meta")
+        made.weight, made.scale = table.integers(), table.scale
+        made.bias = None if bias is None else bias.detach()
+        return made
+
+    sources = tuple(t for t in (table.weight, table.scale, bias) if t is not None)
+    own = prepared.derived(table, "decoder", sources, linear)
+    return int8_product(x, own, [own])
+
+
 def in_config(config: Any) -> bool:
     """Whether a config marks its checkpoint as one with weights quantised by this package."""
     entry = config.get("quantization_config")
-    return isinstance(entry, dict) and entry.get("format") == CONFIG["format"]
+    return (
+        isinstance(entry, dict)
+        and entry.get("format") == CONFIG["format"]
+        and entry.get("weights") in (None, *WEIGHTS.values())
+        and entry.get("embeddings") in (None, *EMBEDDINGS.values())
+    )
 
 
-def num_weights(model: nn.Module) -> int:
-    """The number of weights and biases in the 8-bit layers of `model`: buffers, not parameters."""
+def kinds_of(model: nn.Module) -> tuple[str | None, str | None]:
+    """What `quantize` has made of a model: (weights, embeddings), each "int8", "int4" or None."""
+    bits: dict[type, int] = {type(m): m.bits for m in model.modules() if isinstance(m, _QUANTIZED)}
+    weights, embeddings = (f"int{bits[kind]}" if kind in bits else None for kind in _QUANTIZED)
+    return weights, embeddings
+
+
+def entry_of(model: nn.Module) -> dict[str, str] | None:
+    """The entry of `model` in config.json; None if it is not quantised."""
+    weights, embeddings = kinds_of(model)
+    if weights is None and embeddings is None:
+        return None
+    entry = dict(CONFIG)
+    if weights is None:
+        del entry["weights"], entry["activations"]
+    else:
+        entry["weights"] = WEIGHTS[weights]
+    if embeddings is not None:
+        entry["embeddings"] = EMBEDDINGS[embeddings]
+    if any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules()):
+        entry["smooth"] = "one float32 factor per input"
+    return entry
+
+
+def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state as files hold it: a weight of 4 bits as `weight` and `group` (`int4.packed`).
+
+    Raises:
+        ValueError: a weight of 4 bits was replaced by other integers; the message names it.
+    """
+    stored = dict(state)
+    for name, module in model.named_modules():
+        if holds_group(module) and (key := f"{name}.weight") in state:
+            try:
+                stored[key], stored[f"{name}.group"] = int4.packed(state[key])
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+    return stored
+
+
+def holds_group(module: nn.Module) -> TypeGuard[QuantizedLinear]:
+    """Whether files hold the weight of `module` in 4 bits."""
+    return isinstance(module, QuantizedLinear) and module.bits == 4
+
+
+def bytes_saved(model: nn.Module) -> int:
+    """Bytes by which the files of `model` are smaller than its state."""
+    few = filter(holds_group, model.modules())
+    return sum(m.weight.nbytes - int4.bytes_of(*m.weight.shape) for m in few)
+
+
+def from_stored(module: IntegerWeight, weight: Tensor, group: Tensor) -> Tensor:
+    """The weight of a layer of 4 bits, from what `as_stored` made of it.
+
+    Raises:
+        ValueError: `group` does not fit the layer or the weight.
+    """
+    if not holds_group(module):
+        raise ValueError("expected no `group` of a layer that config quantization_config gives 8 bits")
+    return int4.unpacked(weight, group, module.in_features)
+
+
+def num_weights(model: nn.Module, tables: bool = True) -> int:
+    """The number of weights and biases in the quantised parts of `model`: buffers, not parameters.
+
+    Args:
+        tables: whether to count those of the table of words.
+    """
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    return sum(t.numel() for m in quantized for t in (m.weight, m.bias) if t is not None)
+    words = [m for m in model.modules() if isinstance(m, _QUANTIZED[1])] if tables else []
+    linear = sum(t.numel() for m in quantized for t in (m.weight, m.bias) if t is not None)
+    return linear + sum(m.num_embeddings * m.embedding_dim for m in words)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any part of `model` holds 8-bit weights."""
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+    """Whether any part of `model` holds integers as weights."""
+    return any(isinstance(module, _QUANTIZED) for module in model.modules())
 
 
 def check_trainable(model: nn.Module, what: str) -> None:
     """Raise RuntimeError if the model is quantised. `what` names the call that would train it."""
     if is_quantized(model):
-        raise RuntimeError(f"{what}: {type(model).__name__} {_NO_TRAINING}")
+        raise RuntimeError(f"{what}: {type(model).__name__} {NO_TRAINING}")
 
 
 def quantize(
-    model: Any, dtype: str = "int8", *, smooth: float | None = None, calibrate: Calibration | None = None
+    model: Any,
+    weights: str | None = "int8",
+    *,
+    embeddings: str | None = None,
+    smooth: float | None = None,
+    calibrate: Calibration | None = None,
 ) -> Any:
-    """Quantise the encoder layers' linear layers in place, for inference on a CPU.
+    """Quantise the encoder layers' linear layers, the table of words or both in place, for a CPU.
 
     The model is put in eval mode, and its remaining parameters are frozen: gradients of a part of the model
-    would look like gradients of the whole. A model that is quantised already is not changed.
+    would look like gradients of the whole. A part that is quantised so already is not changed.
 
     Args:
         model: a model of this package on the CPU, with plain linear layers.
-        dtype: "int8".
+        weights: "int8"; "int4", which files store in 4 bits and which runs as int8; or None.
+        embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
         smooth: from 0 to 1, how much of the range of inputs moves into the weights (SmoothQuant's alpha, 0.5
             in the paper): outputs do not change but for rounding. None: nothing moves.
         calibrate: typical inputs for `smooth`, an iterable of dicts of the model's keyword arguments; or a
@@ -378,35 +416,53 @@ def quantize(
         `model`.
 
     Raises:
-        ValueError: an unknown dtype, a model that is not on the CPU, a weight that is not finite, `smooth`
-            outside 0 to 1, or only one of `smooth` and `calibrate`.
-        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked). The message names it.
+        ValueError: an unknown value, or None for both; a model that is not on the CPU; a weight that is not
+            finite; a part with other bits already; `smooth` outside 0 to 1, without weights, or only one of
+            `smooth` and `calibrate`.
+        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked), or the table no plain
+            nn.Embedding. The message names it.
 
     A model that is refused is not changed.
     """
-    _check_mode(dtype)
+    check_kinds(weights, embeddings)
     if model.device.type != "cpu":
         hint = "load its weights first" if model.device.type == "meta" else "call model.cpu() first"
         raise ValueError(f"model: on {model.device}; int8 is for inference on a CPU: {hint}")
     check_smooth(smooth, calibrate)
     factors = {}
     if smooth is not None and calibrate is not None:
-        linears = list(each_linear(model))
-        for _, _, module, name in linears:
+        if weights is None:
+            raise ValueError(f"smooth: expected None without weights, got {smooth!r}")
+        found = list(each_linear(model))
+        for _, _, module, name in found:
             check_plain(module, name)
-        factors = smoothing(model, linears, smooth, calibrate)
-    _replace(model, factors)
+        factors = smoothing(model, found, smooth, calibrate)
+    _replace(model, weights, embeddings, factors)
     return model
 
 
+def check_kinds(weights: Any, embeddings: Any) -> None:
+    """Raise ValueError unless `quantize` takes these arguments."""
+    for name, value, known in (("weights", weights, WEIGHTS), ("embeddings", embeddings, EMBEDDINGS)):
+        if value is not None and (not isinstance(value, str) or value not in known):
+            raise ValueError(f"{name}: expected {', '.join(map(repr, known))} or None, got {value!r}")
+    if weights is None and embeddings is None:
+        raise ValueError("weights, embeddings: expected at least one, got None for both")
+
+
 def prepare(model: Any, config: Any) -> None:
-    """Put empty quantised layers into a model on the meta device, which then loads a quantised checkpoint.
+    """Put empty quantised parts into a model on the meta device, which then loads a quantised checkpoint.
 
     Args:
-        config: the checkpoint's.
+        config: the checkpoint's, which says what is quantised (`in_config`).
     """
-    _replace(model, {})
-    if config.get("quantization_config").get("smooth"):
+    entry = config.get("quantization_config")
+    kinds = (
+        next((kind for kind, text in known.items() if text == entry.get(name)), None)
+        for name, known in (("weights", WEIGHTS), ("embeddings", EMBEDDINGS))
+    )
+    _replace(model, *kinds, {})
+    if entry.get("smooth"):
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.smooth = torch.empty(
@@ -414,15 +470,16 @@ def prepare(model: Any, config: Any) -> None:
                 )
 
 
-def entry_of(model: nn.Module) -> dict[str, str]:
-    """The entry of a quantised model in config.json."""
-    smooth = any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules())
-    return {**CONFIG, "smooth": "one float32 factor per input"} if smooth else dict(CONFIG)
-
-
-def _check_mode(dtype: Any) -> None:
-    if not isinstance(dtype, str) or dtype not in MODES:
-        raise ValueError(f"dtype: expected {' or '.join(map(repr, MODES))}, got {dtype!r}")
+def _replace(model: Any, weights: str | None, embeddings: str | None, factors: Mapping[str, Tensor]) -> None:
+    made = [] if weights is None else linears(model, weights, factors)
+    table = None if embeddings is None else quantized_table.replacement(model, embeddings)
+    for layer, path, module in made:
+        attach(layer, path, module)
+    if table is not None:
+        quantized_table.put(model, table)
+    prepared.clear(model)
+    model.eval()
+    model.requires_grad_(False)
 
 
 def each_linear(model: Any) -> Iterator[tuple[nn.Module, str, Any, str]]:
@@ -450,15 +507,31 @@ def check_plain(module: nn.Module, name: str) -> None:
         )
 
 
-def _replace(model: Any, factors: Mapping[str, Tensor]) -> None:
-    made: list[tuple[nn.Module, str, QuantizedLinear]] = []
+def linears(
+    model: Any, weights: str, factors: Mapping[str, Tensor] | None = None
+) -> list[tuple[nn.Module, str, QuantizedLinear]]:
+    """(layer, path, what replaces the linear layer there) of all linear layers that are not quantised yet.
+
+    Args:
+        weights: "int8" or "int4".
+        factors: name -> the layer's `smooth`.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
+    """
+    bits, made = {"int8": 8, "int4": 4}[weights], []
     for layer, path, module, name in each_linear(model):
-        if isinstance(module, QuantizedLinear):
-            continue
-        check_plain(module, name)
-        made.append((layer, path, QuantizedLinear.from_linear(module, name, factors.get(name))))
-    for layer, path, module in made:
-        attach(layer, path, module)
-    prepared.clear(model)
-    model.eval()
-    model.requires_grad_(False)
+        if not isinstance(module, QuantizedLinear):
+            check_plain(module, name)
+            own = QuantizedLinear.from_linear(module, name, bits, (factors or {}).get(name))
+            made.append((layer, path, own))
+        elif module.bits != bits:
+            raise ValueError(
+                f"weights: {name} has {module.bits} bits already, got {weights!r}; load the floating-point "
+                "checkpoint and quantise that"
+            )
+    return made
+
+
+# What `quantize` puts into a model: for weights, and for embeddings
+_QUANTIZED = QuantizedLinear, quantized_table.QuantizedEmbedding

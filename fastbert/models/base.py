@@ -111,7 +111,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
         Args:
             only_trainable: count only parameters that require a gradient.
-            exclude_embeddings: do not count the tables of nn.Embedding.
+            exclude_embeddings: do not count the tables of embeddings.
         """
         tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
         left_out = {id(table) for table in tables} if exclude_embeddings else ()
@@ -120,30 +120,33 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             for p in self.parameters()
             if (p.requires_grad or not only_trainable) and id(p) not in left_out
         )
-        return count if only_trainable else count + quantization.num_weights(self)
+        return count if only_trainable else count + quantization.num_weights(self, not exclude_embeddings)
 
     def quantize(
         self,
-        dtype: str = "int8",
+        weights: str | None = "int8",
         *,
+        embeddings: str | None = None,
         smooth: float | None = None,
         calibrate: Calibration | None = None,
     ) -> Self:
-        """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
+        """Quantise the encoder layers' linear layers, the table of words or both in place, for inference on a
+        CPU; returns the model.
 
         One range per token and one scale per output channel, without calibration by default. The model is put
         in eval mode and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
         `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
 
         Args:
-            dtype: "int8".
+            weights: "int8"; "int4", which files store in 4 bits and which runs as int8; or None.
+            embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
             smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
                 cost accuracy; see `fastbert.layers.quantized.quantize`.
 
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
-        quantization.quantize(self, dtype, smooth=smooth, calibrate=calibrate)
+        quantization.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
         return self
 
     @torch.no_grad()
@@ -195,6 +198,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             TypeError, ValueError: `value` is no table of this width; or this is the encoder of a model whose
                 decoder is tied to the word embeddings.
         """
+        self._check_float_words("set_input_embeddings")
         if self.config.tie_word_embeddings:
             self._check_owns_vocabulary("set_input_embeddings")
         if not isinstance(value, nn.Module):
@@ -247,6 +251,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """
         if not isinstance(mean_resizing, bool):
             raise TypeError(f"mean_resizing: expected True or False, got {mean_resizing!r}")
+        self._check_float_words("resize_token_embeddings")
         self._check_owns_vocabulary("resize_token_embeddings")
         config = self.config
         size = config.vocab_size if new_num_tokens is None else new_num_tokens
@@ -273,6 +278,13 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         config.vocab_size = size
         self.tie_weights()
         return self.get_input_embeddings()
+
+    def _check_float_words(self, method: str) -> None:
+        if quantization.kinds_of(self)[1] is not None:
+            raise ValueError(
+                f"{method}: the table of words is quantised; change the floating-point model, and quantise "
+                "it afterwards"
+            )
 
     def _check_owns_vocabulary(self, method: str) -> None:
         if self._vocabulary_owner is not None:

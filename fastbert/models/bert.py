@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.disentangled import Convolution
-from fastbert.layers.embeddings import Embeddings, WordEmbeddings, launched, table
+from fastbert.layers.embeddings import OWN, Embeddings, launched, table
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.parts import Activation
@@ -121,7 +121,7 @@ class BertModel(PreTrainedModel):
         if (reason := calls_all()) is not None:
             return reason
         embeddings = self._modules[family.embeddings]
-        if isinstance(embeddings, (Embeddings, WordEmbeddings)):
+        if isinstance(embeddings, OWN):
             reason = embeddings.gap()
         elif not isinstance(embeddings, self.embeddings_class):
             reason = f"{family.embeddings} is a {type(embeddings).__name__}"
@@ -402,7 +402,7 @@ class BertModel(PreTrainedModel):
                 )
 
         embeddings = self._modules[self.family.embeddings]
-        ours = isinstance(embeddings, (Embeddings, WordEmbeddings))
+        ours = isinstance(embeddings, OWN)
         return run_encoder(
             self,
             self.family,
@@ -432,7 +432,7 @@ class BertModel(PreTrainedModel):
         """
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
         embeddings = self._modules[self.family.embeddings]
-        ours = isinstance(embeddings, (Embeddings, WordEmbeddings))
+        ours = isinstance(embeddings, OWN)
         if type(embeddings) is Embeddings and seed is None and (y := launched(embeddings, *ids)) is not None:
             return y
         if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:

@@ -50,18 +50,23 @@ class Embedder(TextModel):
         return np.dtype(np.float64 if wide else np.float32)
 
     def quantize(
-        self, dtype: str = "int8", *, smooth: float | None = None, calibrate: Sequence[str] | None = None
+        self,
+        weights: str | None = "int8",
+        *,
+        embeddings: str | None = None,
+        smooth: float | None = None,
+        calibrate: Sequence[str] | None = None,
     ) -> Self:
         """Quantise the model in place, for inference on a CPU; returns the encoder.
 
         Do not call it while other threads encode.
 
         Args:
-            dtype, smooth: see `PreTrainedModel.quantize`.
+            weights, embeddings, smooth: see `PreTrainedModel.quantize`.
             calibrate: typical texts, for `smooth`.
         """
         run = None if calibrate is None else functools.partial(self.encode, calibrate)
-        self.model.quantize(dtype, smooth=smooth, calibrate=run)
+        self.model.quantize(weights, embeddings=embeddings, smooth=smooth, calibrate=run)
         return self
 
     def _forward(self, tokens: TokenBatch) -> np.ndarray:

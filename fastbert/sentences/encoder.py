@@ -176,7 +176,9 @@ class SentenceEncoder(Embedder):
     def __repr__(self) -> str:
         model = self.model
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        kind = "int8 layers, the rest " if quantization.is_quantized(model) else ""
+        kinds = zip(quantization.kinds_of(model), ("layers", "words"), strict=True)
+        kind = ", ".join(f"{bits} {what}" for bits, what in kinds if bits is not None)
+        kind = f"{kind}, the rest " if kind else ""
         return (
             f"{type(self).__name__}({type(model).__name__}, {model.config.num_hidden_layers} layers, "
             f"{self.width} dimensions, pooling {self.pooling}{', normalized' if self.normalize else ''}, "

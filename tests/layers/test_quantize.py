@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastbert
-from fastbert.layers.quantized import QuantizedLinear, is_quantized
+from fastbert.layers.quantized import QuantizedLinear, is_quantized, kinds_of
 from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import FLOATS, alike, hidden, hook, ours
@@ -74,11 +74,23 @@ def test_twice_is_once(bert):
     torch.testing.assert_close(hidden(bert), expected)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "INT8", "", None, 8, torch.int8, ["int8"]], ids=repr)
-def test_unknown_modes(bert, dtype):
-    with pytest.raises(ValueError, match=r"^dtype: expected 'int8', got "):
-        bert.quantize(dtype)
+@pytest.mark.parametrize("value", ["int3", "INT8", "", 8, torch.int8, ["int8"]], ids=repr)
+@pytest.mark.parametrize("name", ["weights", "embeddings"])
+def test_unknown_modes(bert, name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: expected 'int8', 'int4' or None, got "):
+        bert.quantize(**{name: value})
+    with pytest.raises(ValueError, match=r"^weights, embeddings: expected at least one"):
+        bert.quantize(None)
     assert not is_quantized(bert)
+
+
+def test_other_bits_than_there_are_already(bert):
+    bert.quantize("int8", embeddings="int4")
+    for given in ({"weights": "int4"}, {"weights": None, "embeddings": "int8"}):
+        with pytest.raises(ValueError, match=r"^(weights|embeddings): .* has [84] bits already, got 'int"):
+            bert.quantize(**given)
+    assert kinds_of(bert) == ("int8", "int4")
+    assert kinds_of(bert.quantize()) == ("int8", "int4")
 
 
 def test_models_elsewhere_are_refused():

@@ -16,6 +16,8 @@ from fastbert.layers.factored import FactoredTable
 from fastbert.layers.linear import apply_activated, apply_linear, apply_norm, has_float_weight
 from fastbert.layers.modules import attach
 from fastbert.layers.parts import Activation
+from fastbert.layers.quantized import table_product
+from fastbert.layers.quantized_table import QuantizedEmbedding, TiedDecoder
 from fastbert.models.base import resized
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
@@ -67,6 +69,8 @@ class MaskedLMModel(TaskModel):
         if not (self.config.tie_word_embeddings and head.decoder):
             return {}
         tied = {f"{head.decoder}.weight": f"{self.base_model_prefix}.{self.family.word_table}.weight"}
+        if isinstance(self.head_part(head.decoder), TiedDecoder):
+            tied = {}
         if head.bias is not None:
             tied[f"{head.decoder}.bias"] = head.bias
         return tied
@@ -142,6 +146,10 @@ class MaskedLMModel(TaskModel):
     def decode(self, x: Tensor) -> Tensor:
         """The output of `transform` -> (…, vocab_size)."""
         decoder: Any = self.get_output_embeddings()
+        if isinstance(decoder, (TiedDecoder, QuantizedEmbedding)):
+            words: Any = self.get_input_embeddings()
+            bias: Any = self._word_bias() if decoder is words else decoder.bias
+            return table_product(x, words, bias)
         if isinstance(decoder, nn.Embedding):
             return linear(x, decoder.weight, self._word_bias())
         if self.config.lm_head.more is None:
