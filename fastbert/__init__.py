@@ -11,7 +11,7 @@ Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaMo
 Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder, SparseEncoder, MultiVectorEncoder, CrossEncoder
 Tasks          finetune, predict
-Smaller models distill, prune, eliminate, EarlyExit
+Smaller models distill, prune, eliminate, EarlyExit, quantization_report
 Others' models accelerate, restore
 How it runs    explain, graph, graph_training, use_backend, double_backward
 Errors         CheckpointError, EncodingError
@@ -55,6 +55,7 @@ _PLACES = {
     "graph_training": "graphs.training",
     "predict": "finetuning.predict",
     "prune": "compression.pruning",
+    "quantization_report": "compression.quantization",
     "restore": "acceleration",
     "use_backend": "runtime.dispatch",
 }
@@ -218,6 +219,7 @@ __all__ = [
     "graph_training",
     "predict",
     "prune",
+    "quantization_report",
     "restore",
     "use_backend",
 ]
@@ -251,6 +253,7 @@ if TYPE_CHECKING:  # names that `__all__` makes public
     from fastbert.compression.early_exit import EarlyExit
     from fastbert.compression.elimination import eliminate
     from fastbert.compression.pruning import prune
+    from fastbert.compression.quantization import quantization_report
     from fastbert.finetuning.predict import predict
     from fastbert.finetuning.run import finetune
     from fastbert.graphs.model import graph

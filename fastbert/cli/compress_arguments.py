@@ -1,4 +1,4 @@
-"""The arguments of the commands that make a model smaller: `fastbert prune`, `fastbert distill`."""
+"""The arguments of the commands that make a model smaller: `fastbert prune`, `distill`, `quantize`."""
 
 from __future__ import annotations
 
@@ -160,3 +160,38 @@ def _numbers(text: str) -> float | list[float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def add_quantize(commands: Any) -> None:
+    """The quantize command."""
+    command = commands.add_parser(
+        "quantize",
+        help="store a model in 8 or 4 bits, for a CPU",
+        description="Write a model of integers, for inference on a CPU, without calibration. Prints "
+        "parameters, size, operations per token and measured tokens per second before and after, and the "
+        "cosines of the vectors of --input. A directory of a sentence encoder stays one. Only fastbert reads "
+        "the files.",
+        epilog="Example:\n  fastbert quantize --model DIR --embeddings int8 --input texts.txt --output small",
+    )
+    add = command.add_argument
+    add("--model", required=True, metavar="DIR", help="a HuggingFace or sentence-transformers directory")
+    add("--output", required=True, metavar="DIR", help="a new directory")
+    add(
+        "--weights",
+        choices=("int8", "int4", "float"),
+        default="int8",
+        help="the layers' linear maps; int4: files of 4 bits that run as int8 (default int8)",
+    )
+    add(
+        "--embeddings",
+        choices=("int8", "int4", "float"),
+        default="float",
+        help="the table of words, and a decoder that is tied to it (default float)",
+    )
+    add("--input", metavar="FILE", help="texts, one per line, that compare the vectors (default none)")
+    add(
+        "--report",
+        action="store_true",
+        help="also print, per weight, the signal-to-noise ratio of weights and outputs and the outliers of "
+        "inputs; outputs and inputs need --input",
+    )

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastbert.cli.compress_arguments import add_distill, add_prune
+from fastbert.cli.compress_arguments import add_distill, add_prune, add_quantize
 from fastbert.cli.finetune_arguments import add_finetune, add_predict
 from fastbert.cli.usage import DTYPES, INT8, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
@@ -160,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_predict(commands)
     add_prune(commands)
     add_distill(commands)
+    add_quantize(commands)
 
     env = commands.add_parser(
         "env",
