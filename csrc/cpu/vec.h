@@ -1,8 +1,10 @@
 // Vectors of floats for `<op>_simd.cpp`: one small set of functions, once in AVX2 and once in AVX-512.
 //
 //   Vec            kLanes floats
-//   load(p, n)     the first n elements of float, bf16 or fp16 at p, widened; the lanes from n on are 0.
+//   load(p, n)     the first n elements of float, bf16, fp16 or int8 at p, widened; lanes from n on are 0.
 //   store(p, v, n) the first n lanes, rounded to nearest even. Neither touches memory past p[n - 1].
+//   load_nibbles(p, n)  n integers of 4 bits, less 8: two per byte, the first in the low half. Lanes past the
+//                  last byte are -8.
 //   neighbours(v)  each lane's neighbour: lanes 2 i and 2 i + 1 exchanged
 //   first_of_pairs(v), second_of_pairs(v)  the lower or the upper bf16 of each lane's 32 bits, widened
 //   first(v, n)    lanes from n on set to 0

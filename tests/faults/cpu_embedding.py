@@ -8,6 +8,7 @@ _SIMD = "csrc/cpu/embedding_simd.cpp"
 _ROWS = "csrc/cpu/norm_rows.h"
 _TASKS = "csrc/cpu/embedding.cpp"
 _BINDING = "csrc/bindings/embedding.cpp"
+_AVX2, _AVX512 = "csrc/cpu/vec_avx2.h", "csrc/cpu/vec_avx512.h"
 _fault = faults_of(_SIMD)
 
 FAULTS = (
@@ -15,12 +16,24 @@ FAULTS = (
     _fault("position forgotten", "if (position != nullptr) z = add(z, load(position + j, n));", ""),
     _fault("segment forgotten", "if (segment != nullptr) z = add(z, load(segment + j, n));", ""),
     _fault("ids not looked up", "lookup.ids == nullptr ? token : lookup.ids[token]", "lookup.ids == nullptr ? token : token % lookup.rows"),
-    _fault("tables without gaps", "row * lookup.stride", "row * (lookup.stride - 1)"),
+    _fault("tables without gaps", "token) * lookup.stride", "token) * (lookup.stride - 1)"),
     _fault("z not saved", "if (z_out != nullptr) store(z_out + j, z, n);", ""),
     _fault("dropout scale missing", "v = kept(mul(v, keep_scale), bits_at(bits, j));", "v = kept(v, bits_at(bits, j));"),
     _fault("bits of the first token for all", "draw_bits(args.dropout, token, hidden, bits);", "draw_bits(args.dropout, begin, hidden, bits);"),
     _fault("bits of the first 64 columns for all", "bits_at(bits, j));\n                      store", "bits_at(bits, j & 63));\n                      store"),
     _fault("mean without its correction", "args.mean[token] = moments.mean + moments.correction;", "args.mean[token] = moments.correction;"),
+    # tables of integers
+    _fault("scale forgotten", "return mul(load(row + j, n), scale);", "return load(row + j, n);"),
+    _fault("scale of the first row", "args.word_scale[row_number(args.word, token)]", "args.word_scale[0]"),
+    _fault("scale of 4 bits forgotten", "first(mul(load_nibbles(row + j / 2, n), scale), n)", "first(load_nibbles(row + j / 2, n), n)"),
+    _fault("lanes past a row of 4 bits", "first(mul(load_nibbles(row + j / 2, n), scale), n)", "mul(load_nibbles(row + j / 2, n), scale)"),
+    _fault("a byte for each integer of 4 bits", "row + j / 2", "row + j"),
+    _fault("4 bits read as 8", "args.word_bits == 8", "args.word_bits > 0"),
+    _fault("halves of a byte swapped", "_mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));", "_mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), low), _mm_and_si128(bytes, low));", _AVX512),
+    _fault("last integer of an odd row lost", "mask_of((n + 1) / 2)", "mask_of(n / 2)", _AVX512),
+    _fault("4 bits from 0 to 15", "_mm_sub_epi8(both, _mm_set1_epi8(8))", "both", _AVX2),
+    _fault("a number of bits that is none", 'if (word_bits != 0 && word_bits != 4 && word_bits != 8) refuse("word_bits", "0, 4 or 8", word_bits);', "", _BINDING),
+    _fault("missing scales", 'if (word_bits != 0) check_given("word_scale", args.word_scale, tokens);', "", _BINDING),
     # the rows of a LayerNorm
     _fault("variance about 0", "first(sub(load(z + j, n), centre), n)", "first(load(z + j, n), n)", _ROWS),
     _fault("lanes past the row in the variance", "first(sub(load(z + j, n), centre), n)", "sub(load(z + j, n), centre)", _ROWS),
@@ -66,6 +79,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/cpu/test_embedding.py",
+        "tests/cpu/test_integer_tables.py",
         "-k",
         "not error_rule and not repeats and not compiled and not mib and not default",
     ),
