@@ -457,11 +457,11 @@ def prepare(model: Any, config: Any) -> None:
         config: the checkpoint's, which says what is quantised (`in_config`).
     """
     entry = config.get("quantization_config")
-    kinds = (
+    weights, embeddings = (
         next((kind for kind, text in known.items() if text == entry.get(name)), None)
         for name, known in (("weights", WEIGHTS), ("embeddings", EMBEDDINGS))
     )
-    _replace(model, *kinds, {})
+    _replace(model, weights, embeddings, {})
     if entry.get("smooth"):
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
