@@ -62,7 +62,8 @@ def softened_divergence(student: Tensor, teacher: Tensor, temperature: float = 1
     """T² · mean over rows of KL(softmax(teacher / T) ‖ softmax(student / T)); 0 where there are no rows.
 
     Plain PyTorch, differentiable by autograd in `student`; in float64 for a float64 student, else in float32.
-    A class that the teacher rules out, with a logit of -inf, has a share of 0.
+    A class that the teacher rules out, with a logit of -inf, has a share of 0. One that the student alone
+    rules out makes the loss infinite.
 
     Args:
         student, teacher: logits, (rows, classes).
@@ -72,8 +73,9 @@ def softened_divergence(student: Tensor, teacher: Tensor, temperature: float = 1
     log_q = (student.to(compute) / temperature).log_softmax(1)
     log_p = (teacher.detach().to(compute) / temperature).log_softmax(1)
     p = log_p.exp()
-    terms = log_q.exp() - p - p * (log_q - log_p).masked_fill(p == 0, 0.0)
-    return terms.sum() * (temperature**2 / max(1, student.shape[0]))
+    # where p is 0, so is its product; a NaN of the logits stays in q - p
+    apart = (log_p - log_q).nan_to_num(nan=0.0, posinf=torch.inf, neginf=0.0)
+    return (log_q.exp() - p + p * apart).sum() * (temperature**2 / max(1, student.shape[0]))
 
 
 def linear_distillation_ref(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,12 +98,16 @@ def test_divergence_of_maps(size, bias, causal):
 @sizes
 @masked
 @causally
-@pytest.mark.parametrize("path", ["blocks", "small blocks", "grams"])
+@pytest.mark.parametrize("path", ["blocks", "small blocks", "grams", "whole"])
 def test_distance_of_scores(size, bias, causal, path, monkeypatch):
-    monkeypatch.setattr(map_losses, "GRAM_FROM", 0 if path == "grams" else 1000)
+    monkeypatch.setattr(map_losses, "GRAM_FROM", 0 if path in ("grams", "whole") else 1000)
     monkeypatch.setattr(map_losses, "_BLOCK", {"cpu": 250 if path == "small blocks" else 2**20})
+    monkeypatch.setattr(map_losses, "_APART", () if path == "whole" else ("cpu",))  # as on a GPU
     tensors, batch = given(size), batch_of(bias=bias, causal=causal)
     assert_near(score_mse(*tensors, batch), dense(*tensors, batch)[1], tensors)
+    if bias is not None:  # transformers' masks have the least number of their dtype
+        least = replace(batch, bias=batch.bias.float().clamp(min=torch.finfo(torch.float32).min))
+        assert torch.equal(score_mse(*tensors, least), score_mse(*tensors, batch))
 
 
 def test_gram_matrices_serve_long_texts_without_a_mask(noted):
@@ -285,6 +290,8 @@ def test_bad_relation_heads_and_batch():
             relation_kl(Q, TQ, batch_of(), heads)
     with pytest.raises(ValueError, match=r"student: expected shape .*, got \(12,\)"):
         relation_kl(Q[0].flatten(), TQ, batch_of())
+    with pytest.raises(ValueError, match="cu_seqlens: expected to end within the 59 rows of student_q"):
+        score_mse(Q, K, TQ, TK, batch_of([60]))
     relative = PackedBatch(ends_of(LENGTHS), 30, relative=DISTANCES)
     with pytest.raises(ValueError, match="batch: scores of distances"):
         attention_kl(Q, K, TQ, TK, relative)

@@ -184,6 +184,18 @@ def test_a_class_that_the_teacher_rules_out(backend):
         torch.testing.assert_close(a, e)
 
 
+def test_infinite_and_undefined_logits(backend):
+    given = [t.detach() for t in inputs()]
+    given[2][2] = -torch.inf
+    assert linear_distillation(*given) == torch.inf
+    given[5][2] = -torch.inf
+    assert linear_distillation(*given).isfinite(), "both rule the class out"
+    for i in (0, 3):
+        given = [t.detach() for t in inputs()]
+        given[i][3, 1] = torch.nan
+        assert linear_distillation(*given).isnan()
+
+
 def test_no_rows(backend):
     given = inputs(rows=0)
     assert [t.abs().sum() for t in gradients(linear_distillation(*given), given)] == [0] * 4

@@ -19,8 +19,8 @@ from fastbert.ops.linear_distillation import DistillationInputs, DistillationNee
 
 DTYPES = FLOATS
 
-# Elements held in float32 at a time: a cache on the CPU, a kernel's worth on a GPU.
-_BLOCK = {"cpu": 2**18, "cuda": 2**26}
+# Elements held in float32 at a time: a thread's cache on the CPU, a kernel's worth on a GPU.
+_BLOCK = {"cpu": 2**16, "cuda": 2**26}
 
 
 def chunked(linear: ModuleType | SimpleNamespace) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -76,7 +76,8 @@ def chunked(linear: ModuleType | SimpleNamespace) -> tuple[Callable[..., Any], C
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
     rows, classes = logits.shape
-    size = max(1, _BLOCK.get(logits.device.type, 2**22) // classes)
+    threads = torch.get_num_threads() if logits.device.type == "cpu" else 1
+    size = max(1, threads * _BLOCK.get(logits.device.type, 2**22) // classes)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

@@ -41,6 +41,8 @@ from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 
 # Gram matrices from this many tokens per column of a head; measured on a CPU (2 cores).
 GRAM_FROM = 6
+# Devices whose float64 is fast, and where the host knows the lengths: each sequence is computed by itself.
+_APART = ("cpu",)
 # Scores computed at a time, in elements.
 _BLOCK = {"cpu": 2**20, "cuda": 2**26}
 
@@ -152,7 +154,7 @@ class _SquaredDistance(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         args = q * scale, k, teacher_q * teacher_q.shape[-1] ** -0.5, teacher_k
         few = q.shape[2] < GRAM_FROM * max(q.shape[3], teacher_q.shape[3])
-        if few or allowed is not None or q.device.type != "cpu":
+        if few or allowed is not None or q.device.type not in _APART:
             loss, dq, dk = _by_blocks(*args, allowed)
         else:
             loss, dq, dk = _by_grams(*args)
@@ -200,11 +202,11 @@ def _by_blocks(
 def _groups(tensors: list[Tensor], batch: PackedBatch) -> Iterator[tuple[list[Tensor], Tensor | None, Any]]:
     """(the tensors as (batch, nheads, S, columns), zeros past each length; which pairs count; how many).
 
-    On a CPU each sequence is a group, so nothing is padded. Elsewhere the whole batch is one, so that the
-    host does not wait for the lengths.
+    On a CPU each sequence is a group, so nothing is padded. On a GPU the whole batch is one, so that the host
+    does not wait for the lengths.
     """
     ends, bias = batch.cu_seqlens, batch.bias
-    if tensors[0].device.type != "cpu":
+    if tensors[0].device.type not in _APART:
         grids = [to_grid(t, ends, batch.max_seqlen).transpose(1, 2) for t in tensors]
         yield grids, *_allowed(ends, batch.max_seqlen, bias, batch.causal)
         return
@@ -222,10 +224,7 @@ def _allowed(ends: Tensor, seqlen: int, bias: Tensor | None, causal: bool) -> tu
         return None, ends.diff().long().square().sum()
     allowed = grid_mask(ends, ends.shape[0] - 1, seqlen, CAUSAL if causal else EVERYWHERE, ends.device)
     if bias is not None:
-        bias = bias if bias.dim() == 4 else bias[None]
-        bias = bias[..., :seqlen] if bias.shape[-1] > 1 else bias
-        bias = bias[..., :seqlen, :] if bias.shape[-2] > 1 else bias
-        allowed = allowed & (bias > torch.finfo(bias.dtype).min)
+        allowed = allowed & (bias > torch.finfo(bias.dtype).min)[..., :seqlen, :seqlen]
     return allowed, allowed.sum() / allowed.shape[1]
 
 
