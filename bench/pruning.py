@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ SHARES = tuple(i / 10 for i in range(1, 10))
 UNITS = ("heads", "neurons")
 
 
+Texts = Callable[[np.random.Generator, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
 def table_of(seed: int) -> np.ndarray:
     """(KEYS, NUMBERS) labels."""
     return np.random.default_rng([seed, 3]).integers(0, VALUES, (KEYS, NUMBERS))
@@ -75,7 +78,7 @@ def texts(draw: np.random.Generator, table: np.ndarray, count: int) -> tuple[np.
     return ids, np.where(asks, table[keys[:, 0], numbers], values[:, 0])
 
 
-def examples(draw: np.random.Generator, table: np.ndarray, count: int) -> Examples:
+def examples(draw: np.random.Generator, table: np.ndarray, count: int, texts: Texts = texts) -> Examples:
     """Labelled texts, as `fastbert.prune` takes them."""
     ids, labels = texts(draw, table, count)
     flat = ids.ravel()
@@ -84,10 +87,18 @@ def examples(draw: np.random.Generator, table: np.ndarray, count: int) -> Exampl
     return Examples(flat, starts, none, none, none.astype(np.int8), none, labels)
 
 
-def trained(seed: int) -> tuple[fastbert.BertForSequenceClassification, int]:
-    """(a model that has learned the task, the steps that it took)."""
+def trained(
+    seed: int, texts: Texts = texts, **config: int
+) -> tuple[fastbert.BertForSequenceClassification, int]:
+    """(a model that has learned the task, the steps that it took).
+
+    Args:
+        seed: of the model, the texts and the table.
+        texts: makes texts of the task.
+        config: keys that override `CONFIG`.
+    """
     torch.manual_seed(seed)
-    model = fastbert.BertForSequenceClassification(fastbert.EncoderConfig(**CONFIG)).train()
+    model = fastbert.BertForSequenceClassification(fastbert.EncoderConfig(**CONFIG | config)).train()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
     draw, table, right = np.random.default_rng([seed, 0]), table_of(seed), 0.0
     for step in range(STEPS):

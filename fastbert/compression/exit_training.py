@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 import time
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fastbert.finetuning.encoded import Encoded, Source, has_segments, outputs
 from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.tasks.examples import Examples
 from fastbert.training.loop import Trainer
 from fastbert.training.module import Losses, Results
@@ -47,6 +49,7 @@ class Point(NamedTuple):
 class Learns(nn.Module):
     """The part of `EarlyExit` that takes examples."""
 
+    model: BertForSequenceClassification
     config: EncoderConfig
     device: torch.device
     branches: nn.ModuleList
@@ -117,9 +120,10 @@ class Learns(nn.Module):
             texts.labels.clear()
         elif not texts.labels:
             raise ValueError("examples: expected classes for kind 'deebert', got none")
-        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
+            raise ValueError(f"epochs: expected a number > 0, got {epochs!r}")
+        if type(batch_size) is not int or batch_size < 1:
+            raise ValueError(f"batch_size: expected an integer >= 1, got {batch_size!r}")
         steps = max(1, math.ceil(epochs * len(texts) / batch_size))
         stage = Stage(
             steps,
@@ -128,18 +132,19 @@ class Learns(nn.Module):
             Schedule("linear", lr, steps, warmup=0.1 if steps > 1 else 0),
             sequences=batch_size,
         )
-        config = {
-            "kind": self.kind,
-            "every": self.every,
-            "epochs": epochs,
-            "batch_size": batch_size,
-            "lr": lr,
-        }
+        config = {"model": self._digest(), "kind": self.kind, "every": self.every}
+        config |= {"epochs": epochs, "batch_size": batch_size, "lr": lr}
         with tempfile.TemporaryDirectory() as folder:
-            parallel = options.pop("parallel", None) or Parallel(device=self.device)
-            place = folder if output is None else output
-            Trainer([stage], place, config, seed=seed, parallel=parallel, save_every=steps, **options).run()
+            given = {"parallel": Parallel(device=self.device), "save_every": steps, **options}
+            Trainer([stage], folder if output is None else output, config, seed=seed, **given).run()
         return self.eval()
+
+    def _digest(self) -> str:
+        """Of the model's weights, on which the branches depend."""
+        found = hashlib.sha256()
+        for t in self.model.state_dict().values():
+            found.update(t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def _texts(self, examples: Examples) -> Encoded:
         if not isinstance(examples, Examples):

@@ -78,9 +78,12 @@ def thresholds(exits, inputs):
     return [each[i].item() + 1e-9 for i in (0, len(each) // 4, len(each) // 2, len(each) - 1)]
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_texts_leave_as_they_would_alone(name):
-    exits, different = exits_of(name), set()
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [*((name, {}) for name in FAMILY_NAMES), ("modernbert", {"classifier_pooling": "mean"})],
+)
+def test_texts_leave_as_they_would_alone(name, config):
+    exits, different = exits_of(name, **config), set()
     for holes in (False, True):
         inputs = inputs_of(name, holes)
         for threshold in thresholds(exits, inputs):
@@ -237,6 +240,10 @@ def test_branches_learn_and_files_keep_them(tmp_path):
     # The same run again takes no step, and has the same branches
     again = trained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(exits.parameters(), again.parameters(), strict=True))
+    model = copy.deepcopy(exits.model)
+    model.classifier.bias.data.add_(1)
+    with pytest.raises(ValueError, match=r"model: the run in .* has '.*', got '.*'"):
+        EarlyExit(model, "deebert").fit(texts(256), tmp_path / "run", epochs=20, lr=1e-2)
     exits.threshold = 0.3
     exits.save_pretrained(tmp_path / "saved")
     loaded, ids = EarlyExit.from_pretrained(tmp_path / "saved"), torch.randint(5, 90, (6, 9))
@@ -289,6 +296,7 @@ def test_bad_arguments():
         (lambda: EarlyExit(made(), "deebert").loss(torch.ones(1, 2).long()), "labels: expected"),
         (lambda: exits.fit(["a"]), r"examples: expected Examples \(`tokenized` makes them\), got list"),
         (lambda: exits.fit(texts(2), epochs=0), "epochs: expected a number > 0, got 0"),
+        (lambda: exits.fit(texts(2), batch_size=0), "batch_size: expected an integer >= 1, got 0"),
         (
             lambda: EarlyExit(made(), "deebert").fit(replace(texts(2), labels=None)),
             "examples: expected classes for kind 'deebert', got none",

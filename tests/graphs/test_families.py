@@ -51,6 +51,15 @@ def left(lengths, seqlen=None):
     return {key: value.flip(1) for key, value in lengths_batch(lengths, seqlen).items()}
 
 
+@pytest.mark.parametrize("config", [{"word_embedding_rank": 7}, {"layer_groups": [0, 1, 0]}], ids=str)
+def test_factored_words_and_shared_layers(config):
+    g = Graphed(fresh("bert", **config))
+    for _ in range(2):
+        g.check(**lengths_batch([7, 1, 40, 0, 23]))
+        g.check(input_ids=lengths_batch([9] * 3)["input_ids"], first_token_only=True)
+    assert g.graphed.replays == 4
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_model(name):
     """Each batch is called before it is recorded, as it is recorded, and as a usual call."""
