@@ -37,9 +37,9 @@ def short_id(case_id: str, workload: str) -> str:
 
 def torch_inputs(case: testing.Case, inputs: dict) -> dict:
     """Inputs of the plain PyTorch call: the case's own; for attention padded, for int8 in floating point."""
-    if case.op == "linear_int8":
+    if case.op in ("linear_int8", "linear_fp8"):
         x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
-        return {"x": x, "weight": (weight * scale[:, None]).to(x.dtype), "bias": inputs["bias"]}
+        return {"x": x, "weight": (weight.float() * scale[:, None]).to(x.dtype), "bias": inputs["bias"]}
     if case.op != "attention":
         return inputs
     sequences = inputs["qkv"].split(list(case.lengths))
@@ -59,7 +59,7 @@ def torch_call(case: testing.Case) -> Callable:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
         return sdpa
-    if case.op == "linear_int8":
+    if case.op in ("linear_int8", "linear_fp8"):
         activation = {None: lambda y: y, "gelu": F.gelu}[case.activation]
         return lambda x, weight, bias: activation(F.linear(x, weight, bias))
     return case.eager
@@ -208,7 +208,7 @@ def bench_case(
     tag = TAGS[dtype]
     sets = [case.inputs(dtype, device, s) for s in range(rotations(case.bytes(dtype), device, limit=4))]
     flops, moved = work(case, dtype, sets[0], backward)
-    least = roofs.seconds(flops, moved, "int8" if case.op == "linear_int8" else tag)
+    least = roofs.seconds(flops, moved, "int8" if case.op in ("linear_int8", "linear_fp8") else tag)
     plain = [one_call(torch_call(case), case, torch_inputs(case, inputs), backward) for inputs in sets]
     part = "activation" if getattr(case, "activation", None) else ""
     kind = f"{part} training".lstrip() if backward else part

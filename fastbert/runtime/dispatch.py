@@ -32,6 +32,7 @@ OPS = (
     "linear",
     "linear_cross_entropy",
     "linear_distillation",
+    "linear_fp8",
     "linear_int8",
     "linear_norm",
     "packing",
@@ -39,7 +40,14 @@ OPS = (
     "rotary",
 )
 # Ops without a backward.
-INFERENCE_ONLY = ("attention_received", "encoder_layers", "first_attention", "linear_int8", "linear_norm")
+INFERENCE_ONLY = (
+    "attention_received",
+    "encoder_layers",
+    "first_attention",
+    "linear_fp8",
+    "linear_int8",
+    "linear_norm",
+)
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -67,6 +75,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear": ("cpu", "aten", "reference"),
         "linear_cross_entropy": ("cpu", "aten", "reference"),
         "linear_distillation": ("cpu", "aten", "reference"),
+        # No model calls it on a CPU.
+        "linear_fp8": ("aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
         # No model calls it on a CPU, where a launch costs nothing.
         "linear_norm": ("aten", "reference"),
@@ -127,6 +137,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_distillation": ("aten", "reference"),
+        "linear_fp8": ("aten", "reference"),
         "linear_int8": ("aten", "reference"),
         # Two calls, which is what models do in float32.
         "linear_norm": ("aten", "reference"),

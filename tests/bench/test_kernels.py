@@ -59,7 +59,7 @@ def test_the_plain_call_computes_what_ours_does(op, lengths):
             ours = kernels.our_call(case, inputs)(**inputs)
         if op == "attention":  # (batch, nheads, seqlen, headdim), padded
             plain = torch.cat([b.transpose(0, 1)[:n] for b, n in zip(plain, lengths, strict=True)])
-        tolerance = 0.05 if op == "linear_int8" else 1e-4
+        tolerance = {"linear_int8": 0.05, "linear_fp8": 0.3}.get(op, 1e-4)
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
 
 

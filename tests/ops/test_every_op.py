@@ -136,6 +136,7 @@ LEADING = {  # operands with any number of leading dimensions
     "layer_norm": ("x", "residual"),
     "layer_norm, rms": ("x", "residual"),
     "linear": ("x", "residual"),
+    "linear_fp8": ("x",),
     "linear_int8": ("x",),
     "linear_norm": ("x", "residual"),
 }

@@ -62,16 +62,20 @@ INFERENCE_ONLY = ("encoder_layer", "encoder_layer, kept", *dispatch.INFERENCE_ON
 def test_the_negative_bit_changes_nothing(name, make):
     """In every backend, of every operand, and of the gradient that arrives."""
     base = PUBLIC[name].args()
-    if name == "linear_int8":  # 8 bits have no negative view of their own kind
+    own = base["weight"].dtype if name in ("linear_fp8", "linear_int8") else None
+    if own is not None:  # 8 bits have no negative view of their own kind
         base["weight"] = base["weight"].float()
     lazy = lazily(base, make)
-    if name == "linear_int8":
-        base["weight"], lazy["weight"] = base["weight"].to(torch.int8), negated(base["weight"].to(torch.int8))
+    if own is not None:
+        base["weight"] = lazy["weight"] = base["weight"].to(own)
+    if own == torch.int8:
+        lazy["weight"] = negated(base["weight"])
     assert any(isinstance(t, torch.Tensor) and t.is_neg() for t in lazy.values())
     backends = {
         "encoder_layer": [None],
         "encoder_layer, kept": [None],
         "encoder_layers": ["aten", "reference"],
+        "linear_fp8": ["aten", "reference"],
         "pooling": ["aten", "reference"],
         "first_attention": ["aten", "reference"],
         "linear_norm": ["aten", "reference"],

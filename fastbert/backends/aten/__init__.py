@@ -14,6 +14,7 @@ from fastbert.backends.aten import (
     linear,
     linear_cross_entropy,
     linear_distillation,
+    linear_fp8,
     linear_int8,
     linear_norm,
     packing,
@@ -34,6 +35,7 @@ from fastbert.backends.aten.linear_cross_entropy import (
     linear_cross_entropy_fwd,
 )
 from fastbert.backends.aten.linear_distillation import linear_distillation_bwd, linear_distillation_fwd
+from fastbert.backends.aten.linear_fp8 import linear_fp8_fwd
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.linear_norm import linear_norm_fwd
 from fastbert.backends.aten.packing import packing_bwd, packing_fwd
@@ -52,6 +54,7 @@ DTYPES = {
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
     "linear_distillation": linear_distillation.DTYPES,
+    "linear_fp8": linear_fp8.DTYPES,
     "linear_int8": linear_int8.DTYPES,
     "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
@@ -80,6 +83,7 @@ __all__ = [
     "linear_cross_entropy_fwd",
     "linear_distillation_bwd",
     "linear_distillation_fwd",
+    "linear_fp8_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "linear_norm_fwd",

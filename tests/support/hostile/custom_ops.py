@@ -236,6 +236,18 @@ OPS = {
         [*WRONG_CHUNKS, *absent("bias")],
         (),
     ),
+    "linear_fp8_fwd": (
+        lambda: (
+            floats(4, 5),
+            torch.ones(3, 5).to(torch.float8_e4m3fn),
+            torch.ones(3),
+            floats(3),
+            "gelu",
+            None,
+        ),
+        [MISH],
+        ("x",),
+    ),
     "linear_int8_fwd": (
         lambda: (
             *(floats(4, 5), torch.ones(3, 5, dtype=torch.int8), torch.ones(3), floats(3)),

@@ -20,6 +20,7 @@ from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.ops.linear_distillation import linear_distillation
+from fastbert.ops.linear_fp8 import FP8, linear_fp8
 from fastbert.ops.linear_int8 import linear_int8
 from fastbert.ops.linear_int8 import panel_maker as int8_panels
 from fastbert.ops.linear_norm import linear_norm
@@ -392,6 +393,11 @@ PUBLIC = {
             **{"teacher_x": floats(4, 3), "teacher_weight": floats(6, 3), "teacher_bias": floats(6)},
         },
         [({"temperature": t}, "temperature") for t in (0.0, -1.0, float("nan"), float("inf"))],
+    ),
+    "linear_fp8": Public(
+        linear_fp8,
+        lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5).to(FP8), "scale": torch.ones(3)},
+        [],
     ),
     "linear_int8": Public(
         linear_int8,

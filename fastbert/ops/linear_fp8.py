@@ -1,0 +1,152 @@
+r"""Linear layer on 8-bit floats (E4M3): x is rounded in the call, the weight beforehand. Inference only.
+
+Per row of x, in float32 whatever x's dtype:
+
+    step = max_i |x_i| / 448,  or 1 where that is below 2**-126
+    q_i = e4m3(x_i / step)                            3 bits of mantissa, halves to even, at most 448
+
+With weight (out, in) in E4M3 and scale (out,):
+
+    y_c = act((Σ_i q_i weight_ci) (step scale_c) + bias_c)
+
+in float32 (float64 for float64 x), rounded once; a backend for bfloat16 may round before the activation
+too, as PyTorch does. A row with NaN or infinity in it makes a row of NaN. There is no backward.
+
+E4M3 rounds each number by at most 1/16 of itself, down to 2**-14 of the row's largest. 8-bit integers have
+one absolute step, so outliers cost more.
+
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; scales per row and channel: Dettmers et al.
+2022, "LLM.int8()", sec. 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import checks
+from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.runtime import dispatch
+
+FP8 = torch.float8_e4m3fn
+MOST = 448.0  # the largest number of E4M3
+SMALLEST_STEP = 2.0**-126
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(q E4M3 (rows, columns), step float32 (rows, 1)) of 2-D `x`; also what rounds a weight by channel."""
+    wide = x.float()
+    step = wide.abs().amax(1, keepdim=True) / wide.new_tensor(MOST)
+    step = torch.where(step < SMALLEST_STEP, 1.0, step)
+    return (wide / step).clamp(-MOST, MOST).to(FP8), step
+
+
+def linear_fp8_ref(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: str | None = None,
+) -> Tensor:
+    """Plain PyTorch on 2-D `x`, sums in float64."""
+    compute = checks.compute_dtype(x)
+    q, step = rounded_rows(x)
+    acc = q.double() @ weight.double().T
+    pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
+    if bias is not None:
+        pre = pre + bias.to(compute)
+    return activate_ref(pre, activation, gated).to(x.dtype)
+
+
+# --- custom op: what torch.compile sees ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::linear_fp8_fwd", mutates_args=())
+def linear_fp8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: str | None,
+) -> Tensor:
+    """y for 2-D `x`."""
+    _, depth = checks.matrix("x", x)
+    out = weight.shape[0] if weight.dim() else 0
+    activated_columns(out, activation, gated)
+    checks.operand("weight", weight, (out, depth), (FP8,), x)
+    checks.operand("scale", scale, (out,), (torch.float32,), x)
+    checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
+    return dispatch.call("linear_fp8_fwd", x, x, weight, scale, bias, activation, gated)
+
+
+@linear_fp8_fwd.register_fake
+def _(x, weight, scale, bias, activation, gated):
+    return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
+
+
+# --- public function ----------------------------------------------------------------------------------------
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: str | None = None,
+) -> Tensor:
+    """act(x @ (weight * scale).T + bias) with each row of x rounded to 8-bit floats.
+
+    Args:
+        x: (..., in), float32, bfloat16, float16 or float64; cast under autocast as `F.linear` does.
+        weight: (out, in) float8_e4m3fn.
+        scale: (out,) float32.
+        bias: (out,) of `x`'s dtype or float32, or None.
+        activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
+        gated: "first", "second" or None, as in `linear`.
+
+    Returns:
+        y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+        RuntimeError: gradients are enabled and an argument requires one.
+
+    Source: Micikevicius et al. 2022.
+    """
+    checks.float_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
+    for name, tensor, dtype in (("weight", weight, FP8), ("scale", scale, torch.float32)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
+        checks.same_device(name, tensor, x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
+    checks.shape("scale", scale, weight.shape[:1])
+    if bias is not None:
+        checks.float_tensor("bias", bias, x)
+        checks.shape("bias", bias, weight.shape[:1])
+        if bias.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
+    columns = activated_columns(weight.shape[0], activation, gated)
+    if torch.is_grad_enabled():
+        for name, tensor in (("x", x), ("weight", weight), ("scale", scale), ("bias", bias)):
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name}: requires a gradient, and 8-bit weights have none: call it under torch.no_grad()"
+                )
+    shape = x.shape
+    (x,) = checks.under_autocast(x)
+    if bias is not None:
+        bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
+    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, gated)
+    if torch.compiler.is_compiling():
+        y = linear_fp8_fwd(*args)
+    else:
+        y = dispatch.call("linear_fp8_fwd", args[0], *args)
+    return y if len(shape) == 2 else y.view(*shape[:-1], columns)
