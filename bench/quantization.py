@@ -57,7 +57,7 @@ def table_of(seed: int) -> tuple[Tensor, Tensor]:
     """(ids (KEYS · NUMBERS, 4), labels (KEYS · NUMBERS,)): all texts."""
     pairs = np.stack(np.meshgrid(np.arange(KEYS), np.arange(NUMBERS), indexing="ij"), -1).reshape(-1, 2)
     ids = np.full((len(pairs), 4), (1, 0, 0, 2), np.int64)
-    ids[:, 1:3] = (*pairs, 3, 3 + KEYS)
+    ids[:, 1:3] = pairs + np.array([3, 3 + KEYS])
     labels = np.random.default_rng([seed, 0]).integers(0, VALUES, len(pairs))
     return torch.from_numpy(ids), torch.from_numpy(labels)
 

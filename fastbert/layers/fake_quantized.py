@@ -161,7 +161,8 @@ def fake_product(
     weights: list[Tensor] = [m.weight for m in modules]
     biases: list[Tensor] = [m.bias for m in modules if m.bias is not None and with_bias]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases))
-    if not learns and not torch.compiler.is_compiling():
+    # Integer layers are for a CPU (docs/notes/torch.md)
+    if not learns and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return int8_product(x, owner, [_copy(m) for m in modules], activation, with_bias, gated)
     (x,) = checks.under_autocast(x)
     weight = weights[0] if len(modules) == 1 else torch.cat(weights)

@@ -158,6 +158,13 @@ def test_gradients_pass_rounding_unchanged(bits, activation, gated, bias, dtype)
         assert error <= 2 * allowed + 1e-7 * truth.norm()
 
 
+def test_layers_of_other_bits_are_products_of_their_own():
+    eight, four, bare = prepared_layer(8), prepared_layer(4), prepared_layer(8, bias=False)
+    assert layers.FAKE.joins(rows(), [eight, eight])
+    assert not layers.FAKE.joins(rows(), [eight, four])
+    assert not layers.FAKE.joins(rows(), [eight, bare])
+
+
 def test_only_asked_gradients_are_computed():
     module = prepared_layer()
     module.weight.requires_grad_(False)
