@@ -1,7 +1,7 @@
 """Accuracy in 4 bits over steps of training that rounds: `python bench/quantization.py`.
 
 A small encoder remembers a random table: a text is a key and a number, and the label is their entry. So the
-weights hold about as much as they can, and rounding them to 4 bits loses answers. Then training goes on from
+weights hold about as much as they can, and rounding them to 4 bits loses answers. Then training continues from
 the same weights, with rounding (`fastbert.compression.qat`) and, for comparison, without. Each seed has its
 own table and model.
 

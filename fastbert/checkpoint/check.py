@@ -95,7 +95,7 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
 
 
 def _is_int8(item: Stored | None) -> bool:
-    return item is not None and item.tensor.dtype in (torch.int8, torch.uint8)
+    return item is not None and item.tensor.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 def check_mathematics(config: Any, files: list[Path]) -> None:

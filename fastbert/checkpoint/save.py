@@ -42,6 +42,7 @@ from fastbert.checkpoint.files import (
     listed,
     own_tag,
 )
+from fastbert.layers import float8
 from fastbert.layers import quantized as quantization
 from fastbert.layers.integers import IntegerWeight
 
@@ -82,7 +83,9 @@ def save(
     for key, value in state.items():
         if value.is_meta:
             raise CheckpointError(f"{directory}: {key}: is on the meta device and has no value to save")
-        if value.numel() and not all(v.isfinite() for v in torch.aminmax(value)):
+        # PyTorch has no extremes of 8-bit floats
+        known = value.float() if value.dtype == torch.float8_e4m3fn else value
+        if value.numel() and not all(v.isfinite() for v in torch.aminmax(known)):
             raise CheckpointError(f"{directory}: {key}: holds NaN or infinity; not saved")
     try:
         state = quantization.as_stored(model, state)
@@ -138,11 +141,11 @@ def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     values = model.config.to_dict()
     values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
     scales = {f"{name}.scale" for name, module in model.named_modules() if isinstance(module, IntegerWeight)}
-    floats = {key: value for key, value in state.items() if value.is_floating_point()}
+    floats = {key: value for key, value in state.items() if value.is_floating_point() and value.itemsize > 1}
     dtypes = [value.dtype for key, value in floats.items() if key not in scales]
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     values.pop("quantization_config", None)  # the weights decide, not the config
-    if (entry := quantization.entry_of(model)) is not None:
+    if (entry := float8.entry_of(model) or quantization.entry_of(model)) is not None:
         values["quantization_config"] = entry
     if "torch_dtype" in values:  # the same key before transformers 5
         values["torch_dtype"] = values["dtype"]

@@ -1,8 +1,8 @@
 """Linear layers and norms of modules, on our ops if the module is plain.
 
 A linear layer or norm that is no longer plain (LoRA, parametrized, hooked) is called itself, and the rest
-stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, the 8-bit one by which `quantize` replaces
-it, and the one that trains for that.
+stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, the 8-bit ones by which `quantize`
+replaces it, and the one that trains for integers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fastbert.layers.fake_quantized import (
     fake_layer_operands,
     fake_product,
 )
+from fastbert.layers.float8 import Float8Linear, fp8_joins, fp8_product, no_layer_operands
 from fastbert.layers.form import Half
 from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain, rms_eps
 from fastbert.layers.parts import activation_of
@@ -174,7 +175,13 @@ class LinearKind(NamedTuple):
 FLOAT = LinearKind("linear", float_product, float_joins, float_layer_operands, float_weight=True)
 INT8 = LinearKind("linear_int8", int8_product, int8_joins, int8_layer_operands, float_weight=False)
 FAKE = LinearKind("linear_int8", fake_product, fake_joins, fake_layer_operands, float_weight=False)
-LINEAR_KINDS: dict[type, LinearKind] = {nn.Linear: FLOAT, QuantizedLinear: INT8, FakeQuantizedLinear: FAKE}
+FP8 = LinearKind("linear_fp8", fp8_product, fp8_joins, no_layer_operands, float_weight=False)
+LINEAR_KINDS: dict[type, LinearKind] = {
+    nn.Linear: FLOAT,
+    QuantizedLinear: INT8,
+    Float8Linear: FP8,
+    FakeQuantizedLinear: FAKE,
+}
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers import float8
 from fastbert.layers import quantized as quantization
 from fastbert.layers.factored import FactoredTable
 from fastbert.layers.modules import OwnMatrices, attach, part
@@ -138,7 +139,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
 
         Args:
-            weights: "int8"; "int4", which files store in 4 bits and which runs as int8; or None.
+            weights: "int8"; "int4", which files store in 4 bits and which runs as int8; "fp8", for a bfloat16
+                model on a GPU of compute capability 9.0, without further arguments; or None.
             embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
             smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
                 cost accuracy; see `fastbert.layers.quantized.quantize`.
@@ -146,6 +148,11 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
+        if weights == "fp8":
+            for name, given in (("embeddings", embeddings), ("smooth", smooth), ("calibrate", calibrate)):
+                if given is not None:
+                    raise ValueError(f"{name}: expected None with fp8, got {given!r}")
+            return float8.quantize(self)
         quantization.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
         return self
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastbert.checkpoint import hub, load, save
 from fastbert.checkpoint.files import CONFIG
+from fastbert.layers import float8
 from fastbert.layers import quantized as quantization
 from fastbert.models import arguments
 from fastbert.models.config import EncoderConfig, as_config
@@ -202,6 +203,8 @@ class Loadable(nn.Module):
                 f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
                 "pass device='cpu', or load the floating-point checkpoint"
             )
+        if float8.in_config(config):
+            float8.check_place("device", place)
         check_there(place, "device" if device_map is None else "device_map")
         load.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
         built = cls.class_for(config)
@@ -218,6 +221,8 @@ class Loadable(nn.Module):
             model = built(config, **own)
         if int8:
             quantization.prepare(model, config)
+        elif float8.in_config(config):
+            float8.prepare(model)
         model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
         report = model.load_report = load.load_weights(
             model,
