@@ -105,12 +105,11 @@ def _checked(inputs: DistillationInputs) -> DistillationInputs:
     rows, depth = checks.matrix("x", x)
     teacher_depth = checks.matrix("teacher_x", teacher_x)[1]
     classes = checks.matrix("weight", weight)[0]
-    dtypes = (x.dtype,)
-    checks.operand("weight", weight, (classes, depth), dtypes, x, strided=True)
-    checks.operand("bias", bias, (classes,), dtypes, x)
-    checks.operand("teacher_x", teacher_x, (rows, teacher_depth), dtypes, x, strided=True)
-    checks.operand("teacher_weight", teacher_weight, (classes, teacher_depth), dtypes, x, strided=True)
-    checks.operand("teacher_bias", teacher_bias, (classes,), dtypes, x)
+    checks.operand("weight", weight, (classes, depth), (x.dtype,), x, strided=True)
+    checks.operand("bias", bias, (classes,), (x.dtype,), x)
+    checks.operand("teacher_x", teacher_x, (rows, teacher_depth), (x.dtype,), x, strided=True)
+    checks.operand("teacher_weight", teacher_weight, (classes, teacher_depth), (x.dtype,), x, strided=True)
+    checks.operand("teacher_bias", teacher_bias, (classes,), (x.dtype,), x)
     check_temperature(temperature)
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows: expected an integer >= 1, got {chunk_rows}")
@@ -199,7 +198,6 @@ class LinearDistillationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        # a separate setup_context would cost an inspect.signature at every call
         inputs = DistillationInputs(*args)
         loss, *kept = dispatch.call("linear_distillation_fwd", inputs.x, inputs, True)
         _setup_context(ctx, inputs, kept)
@@ -275,8 +273,8 @@ def linear_distillation(
             raise ValueError(f"{name}: expected shape (rows, in) with in >= 1, got {tuple(t.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (classes, {x.shape[1]}), got {tuple(weight.shape)}")
-    rows, classes = x.shape[0], weight.shape[0]
-    checks.shape("teacher_x", teacher_x, (rows, teacher_x.shape[1]))
+    classes = weight.shape[0]
+    checks.shape("teacher_x", teacher_x, (x.shape[0], teacher_x.shape[1]))
     checks.shape("teacher_weight", teacher_weight, (classes, teacher_x.shape[1]))
     for name, t in (("bias", bias), ("teacher_bias", teacher_bias)):
         if t is not None:

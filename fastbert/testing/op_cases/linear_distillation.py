@@ -92,4 +92,4 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    return [LinearDistillationCase(max(1, sum(lengths) * 15 // 100), 384, 30522, 768)]
+    return [LinearDistillationCase(max(1, sum(lengths) * 15 // 100), 768, 30522, 768)]  # as DistilBERT
