@@ -22,8 +22,6 @@ const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintpt
         !cuda::aligned(args.out))
         return wide ? "q, k, v: expected multiples of 16 bytes, and strides that are multiples of 4"
                     : "q, k, v: expected multiples of 16 bytes, and strides that are multiples of 8";
-    if (wide && cuda::is_local(args))
-        return "float32: expected a head of k and v per head of q, and no window";
     if (args.probs != nullptr) return "probs: no kernel of this backend returns them";
     if (args.total >= 0x40000000 || args.batch >= 0x40000000) return "total, batch: at most 2**30 - 1";
     if (args.total == 0) return nullptr;

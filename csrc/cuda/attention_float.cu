@@ -22,14 +22,16 @@ namespace {
 // Of a tile's scores, a lane has rows of its warp 4 apart and keys 8 apart.
 constexpr int kLaneRows = 4, kLaneKeys = 8;
 
-template <int kHeadDim>
+// kLocal: any window, and heads of q that share one of k and v.
+template <int kHeadDim, bool kLocal>
 struct FloatTile {
     static constexpr int kColumns = kHeadDim > 64 ? 64 : kHeadDim;
     static constexpr int kParts = kHeadDim / kColumns;
     static constexpr int kSize = kTileRows * kColumns;
     // Two slots, q, and P.
     static constexpr int kBytes = ((2 + kParts) * kSize + kTileRows * kTileRows) * 4;
-    static constexpr int kBlocks = kHeadDim == 32 ? 4 : kHeadDim == 64 ? 3 : 2;
+    // With a window four would spill.
+    static constexpr int kBlocks = kHeadDim == 32 && !kLocal ? 4 : kHeadDim <= 64 ? 3 : 2;
 };
 
 // The maximum or the sum over the eight lanes that share a row.
@@ -40,10 +42,10 @@ __device__ __forceinline__ float over_row(float x, Function function) {
     return x;
 }
 
-template <int kHeadDim>
-__global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
+template <int kHeadDim, bool kLocal>
+__global__ void __launch_bounds__(kForwardThreads, (FloatTile<kHeadDim, kLocal>::kBlocks))
     attention_forward_float_kernel(AttentionFwd args) {
-    using Tile = FloatTile<kHeadDim>;
+    using Tile = FloatTile<kHeadDim, kLocal>;
     constexpr int kColumns = Tile::kColumns, kParts = Tile::kParts;
     float* const ring = reinterpret_cast<float*>(dynamic_shared());
     float* const queries = ring + 2 * Tile::kSize;
@@ -59,18 +61,24 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
     }
 
     // The keys that any row of the tile sees.
-    const int end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
+    const Reach reach(args.window, length);
+    int begin = 0, end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
+    if (kLocal) {
+        begin = reach.first_key(first_row) / kTileRows * kTileRows;
+        end = reach.end_key(first_row + kTileRows - 1);
+    }
+    const int kv_head = kLocal ? kv_head_of(args, head) : head;
     // Copies a tile of a head's dimensions, from row `first` of the sequence on; zeros from row `last` on.
-    const auto copy = [&](const Heads& heads, int part, int first, int last, float* tile) {
+    const auto copy = [&](const Heads& heads, int own, int part, int first, int last, float* tile) {
         const float* const rows = static_cast<const float*>(heads.data) + start * heads.row_stride +
-                                  head * heads.head_stride + part * kColumns;
+                                  own * heads.head_stride + part * kColumns;
         TileCopies<float, kColumns, kForwardThreads>(rows, heads.row_stride, first, last)
             .next(reinterpret_cast<char*>(tile));
     };
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
-        copy(args.q, part, first_row, length, queries + part * Tile::kSize);
-    copy(args.k, 0, 0, end, ring);
+        copy(args.q, head, part, first_row, length, queries + part * Tile::kSize);
+    copy(args.k, kv_head, 0, begin, end, ring);
     commit_copies();
     // Waits for tile `step` of those that a turn of the loop reads, and begins to copy the next one.
     const auto advance = [&](int step, int first_key) {
@@ -78,7 +86,8 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
         __syncthreads();
         const int next = (step + 1) % (2 * kParts), first = first_key + (next == 0 ? kTileRows : 0);
         if (first < end)
-            copy(next < kParts ? args.k : args.v, next % kParts, first, end, ring + next % 2 * Tile::kSize);
+            copy(next < kParts ? args.k : args.v, kv_head, next % kParts, first, end,
+                 ring + next % 2 * Tile::kSize);
         commit_copies();
     };
 
@@ -94,14 +103,15 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
     const int q_at[2] = {chunk_of<float, kColumns>(tile_row, 0), chunk_of<float, kColumns>(tile_row + 4, 0)};
     const int k_at = chunk_of<float, kColumns>(lane_key, 0);
     const int p_at = tile_row * kTileRows + 8 * lane_row;
-    // All rows see the keys before `seen`.
-    const int seen = args.causal && first_row + 1 < length ? first_row + 1 : length;
+    // All rows see the keys from `whole` on before `seen`.
+    int whole = 0, seen = args.causal && first_row + 1 < length ? first_row + 1 : length;
+    if (kLocal) whole = reach.first_key(first_row + kTileRows - 1), seen = reach.end_key(first_row);
 
     float out[kLaneRows][kHeadDim / 8] = {};
     float base[kLaneRows], norm[kLaneRows] = {};
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) base[i] = -INFINITY;
-    for (int first_key = 0; first_key < end; first_key += kTileRows) {
+    for (int first_key = begin; first_key < end; first_key += kTileRows) {
         // --- scores ---
         float scores[kLaneRows][kLaneKeys] = {};
 #pragma unroll
@@ -150,14 +160,18 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
 #pragma unroll
                     for (int j = 0; j < kLaneKeys; ++j) scores[i][j] *= args.softmax_scale;
             }
-            if (first_key + kTileRows > seen) {
+            if (first_key + kTileRows > seen || (kLocal && first_key < whole)) {
 #pragma unroll
                 for (int i = 0; i < kLaneRows; ++i) {
                     const int past = row + 4 * i + 1 - first_key - lane_key;
-                    const int most = args.causal && past < keys_left ? past : keys_left;
+                    int most = args.causal && past < keys_left ? past : keys_left, least = 0;
+                    if (kLocal) {
+                        least = reach.first_key(row + 4 * i) - first_key - lane_key;
+                        most = reach.end_key(row + 4 * i) - first_key - lane_key;
+                    }
 #pragma unroll
                     for (int j = 0; j < kLaneKeys; ++j)
-                        if (8 * j >= most) scores[i][j] = -INFINITY;
+                        if (8 * j >= most || (kLocal && 8 * j < least)) scores[i][j] = -INFINITY;
                 }
             }
 #pragma unroll
@@ -237,7 +251,8 @@ __global__ void __launch_bounds__(kForwardThreads, FloatTile<kHeadDim>::kBlocks)
 template <int kHeadDim>
 const char* launch_float(const AttentionFwd& args, std::uintptr_t stream) {
     // As many blocks as registers allow: shared memory before the first cache.
-    const auto kernel = attention_forward_float_kernel<kHeadDim>;
+    const auto kernel = is_local(args) ? attention_forward_float_kernel<kHeadDim, true>
+                                       : attention_forward_float_kernel<kHeadDim, false>;
     const cudaError_t error =
         set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
                       cudaSharedmemCarveoutMaxShared);
@@ -246,7 +261,7 @@ const char* launch_float(const AttentionFwd& args, std::uintptr_t stream) {
         return cudaGetErrorString(error);
     }
     return launch_shared(kernel, slot_grid(args.nheads, slots(args.total, args.batch)), dim3(kForwardThreads),
-                         FloatTile<kHeadDim>::kBytes, stream, args);
+                         FloatTile<kHeadDim, false>::kBytes, stream, args);
 }
 
 }  // namespace

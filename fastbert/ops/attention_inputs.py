@@ -43,11 +43,6 @@ class AttentionInputs(NamedTuple):
         """Whether a query sees all keys up to its own position, and no other."""
         return self.window == CAUSAL
 
-    @property
-    def is_common(self) -> bool:
-        """Whether each head has keys of its own, and a query sees all of them or those up to itself."""
-        return self.k.shape[1] == self.q.shape[1] and self.window in (EVERYWHERE, CAUSAL)
-
 
 class AttentionNeeds(NamedTuple):
     """Which gradients backward computes."""

@@ -99,6 +99,15 @@ def each(request):
     return run if request.param != "float32" else lambda inputs: run(inputs._replace(**wide(inputs)))
 
 
+@pytest.fixture(
+    params=(("sm_80", torch.bfloat16), ("hopper", torch.bfloat16), ("sm_80", torch.float32)), ids=str
+)
+def typed(request):
+    """(each of the two and the kernels for float32, the dtype)."""
+    each, dtype = request.param
+    return request.getfixturevalue({"sm_80": "forward"}.get(each, each)), dtype
+
+
 # Every kernel: each head with nothing, with dropout, with a bias.
 EVERY_KERNEL = [
     case
@@ -120,10 +129,10 @@ def test_every_kernel(emulated, forward, schedule):
     for case, dtype in itertools.product(EVERY_KERNEL, HALF.values()):
         assert broken_rules(case, dtype, backward=False) == []
     wide = (c for c in CASES if c.headdim >= 32 and not c.probs)
-    for case in (c for c in (*EVERY_KERNEL, *wide) if c.window is None and c.kv_heads == 0):
+    for case in (*EVERY_KERNEL, *wide):
         assert broken_rules(replace(case, dropout_p=0.0), torch.float32, backward=False) == []
     ours = {name for name in emulated.library.names if "attention_forward" in name}
-    assert len(ours) == 27
+    assert len(ours) == 30
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
@@ -444,39 +453,43 @@ WINDOWS = ((64, 64), (0, 1), (20, 0), (63, 5), (130, -1), (-1, 64))
 
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_windows(both, window, p):
-    inputs = made((250, 3, 70), 2, 64, p=p, window=Window(*window))
+def test_windows(typed, window, p):
+    run, dtype = typed
+    p = 0.0 if dtype == torch.float32 else p
+    inputs = made((250, 3, 70), 2, 64, dtype, p=p, window=Window(*window))
     k, v = (t[:, :1].contiguous() for t in inputs[1:3])  # both heads of q read it
     inputs = inputs._replace(k=k, v=v)
-    clean = check_forward(both, inputs)
+    clean = check_forward(run, inputs)
     for t in inputs[:3]:
         t[250:253] = math.nan
     rest = [*range(250), *range(253, 323)]
-    for a, b in zip(both(inputs)[:2], clean[:2], strict=True):
+    for a, b in zip(run(inputs)[:2], clean[:2], strict=True):
         a, b = (t if t.dim() == 3 else t.t() for t in (a, b))
         assert_same_bits(a[rest].contiguous(), b[rest].contiguous())
 
 
-def test_windows_of_more_tiles_than_the_rings_have(both):
+def test_windows_of_more_tiles_than_the_rings_have(typed):
     """Also where the last tile of a block is that of one group alone."""
     for lengths, window in (((720,), (200, 190)), ((660, 70), (310, 65))):
-        check_forward(both, made(lengths, 1, 64, window=Window(*window)))
+        check_forward(typed[0], made(lengths, 1, 64, typed[1], window=Window(*window)))
 
 
-def test_each_head_of_q_reads_its_head_of_k_and_v(both):
-    inputs = made((70, 9), 6, 64)
+def test_each_head_of_q_reads_its_head_of_k_and_v(typed):
+    run, dtype = typed
+    inputs = made((70, 9), 6, 64, dtype)
     k, v = (t[:, ::3].contiguous() for t in inputs[1:3])
-    out, *_ = check_forward(both, inputs._replace(k=k, v=v))
+    out, *_ = check_forward(run, inputs._replace(k=k, v=v))
     alike = inputs._replace(k=k.repeat_interleave(3, 1), v=v.repeat_interleave(3, 1))
-    torch.testing.assert_close(both(alike)[0], out, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(run(alike)[0], out, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("window", ((40, 30), (100, 70)), ids=str)
-def test_a_key_outside_the_window_may_be_nan(both, window):
-    inputs = made((300,), 1, 64, window=Window(*window))
-    clean = both(inputs)
+def test_a_key_outside_the_window_may_be_nan(typed, window):
+    run, dtype = typed
+    inputs = made((300,), 1, 64, dtype, window=Window(*window))
+    clean = run(inputs)
     inputs.k[150] = math.nan
-    found = both(inputs)
+    found = run(inputs)
     sees = torch.zeros(300, dtype=torch.bool)
     sees[150 - window[1] : 150 + window[0] + 1] = True
     assert found[0][sees].isnan().all()
@@ -512,15 +525,14 @@ def test_other_calls_go_to_the_next_backend(emulated, monkeypatch, noted):
     assert len(calls) == 5
     forward(wide._replace(k=misplaced(wide.k, 134, 64)))
     forward(wide._replace(dropout_p=0.25, seed=SEED))
-    forward(wide._replace(window=Window(3, 3)))
-    forward(wide._replace(k=wide.k[:, :1], v=wide.v[:, :1]))
-    assert calls[5:] == [("cuda", "attention_fwd", torch.device("cpu"), torch.float32)] * 4
+    assert calls[5:] == [("cuda", "attention_fwd", torch.device("cpu"), torch.float32)] * 2
+    forward(wide._replace(window=Window(3, 3), k=wide.k[:, :1], v=wide.v[:, :1]))
+    assert len(calls) == 7
 
 
 REFUSED = (
     ("sm_80", {"dtype": 0, "seed": 16}, "dropout: expected none in float32"),
     ("sm_80", {"dtype": 0, "k_row": 386}, "multiples of 4"),
-    ("sm_80", {"dtype": 0, "kv_heads": 1}, "float32: expected a head of k and v per head"),
     ("sm_80", {"headdim": 48}, "headdim"),
     ("sm_80", {"q": 2}, "multiples of 16 bytes"),
     ("sm_80", {"k_row": 132}, "multiples of 8"),

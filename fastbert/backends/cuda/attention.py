@@ -1,8 +1,7 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads or alignments, or `probs`, go
-to the next backend. So do backward, dropout, windows and shared heads in float32, whose kernel is a plain or
-causal forward for inference.
+to the next backend. So do backward and dropout in float32, whose kernel is a forward for inference.
 Forward's kernels find their sequence in cu_seqlens; backward's kernels read a table of places if they get
 one.
 """
@@ -74,7 +73,7 @@ def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    dtypes = dispatch.HALF if inputs.dropout_p > 0 or not inputs.is_common else DTYPES
+    dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
     if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
