@@ -157,6 +157,16 @@ Layout layout_of(int code) {
     return static_cast<Layout>(code);
 }
 
+// Checks the sizes of a product and its operands; returns the columns of b.
+std::int64_t check_gated(std::int64_t rows, std::int64_t columns, std::int64_t depth, int gate) {
+    check_shape(rows, columns);
+    const std::int64_t b_columns = gate_of(gate) == Gate::kNone ? columns : 2 * columns;
+    check_shape(rows, b_columns);
+    check_shape(rows, depth);
+    check_shape(b_columns, depth);
+    return b_columns;
+}
+
 std::pair<int, int> cuda_plan(int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                               int multiprocessors) {
     check_shape(rows, columns);
@@ -166,21 +176,20 @@ std::pair<int, int> cuda_plan(int layout, std::int64_t rows, std::int64_t column
     return {plan.tile_rows, plan.parts};
 }
 
-std::int64_t cuda_partial(std::int64_t rows, std::int64_t columns, int parts, int activation, bool exact) {
+std::int64_t cuda_partial(std::int64_t rows, std::int64_t columns, int parts, int activation, bool exact,
+                          int gate) {
     check_shape(rows, columns);
     if (parts < 1) refuse("parts", ">= 1", parts);
-    elements_of("parts", {parts, rows, columns});
-    return cuda_linear_partial(rows, columns, parts, activation_of(activation), exact);
+    elements_of("parts", {2, parts, rows, columns});
+    return cuda_linear_partial(rows, columns, parts, activation_of(activation), exact, gate_of(gate));
 }
 
 void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                   Address a, std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
                   int activation, bool exact, Address residual, std::int64_t residual_stride,
                   Address slope_at, Address c, Address pre, Address sums, Address partial, int tile_rows,
-                  int parts, int device, std::uintptr_t stream) {
-    check_shape(rows, columns);
-    check_shape(rows, depth);
-    check_shape(columns, depth);
+                  int parts, int gate, int device, std::uintptr_t stream) {
+    const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
     const LinearProduct args{dtype_of(dtype),
                              layout_of(layout),
                              rows,
@@ -201,10 +210,11 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
                              pointer<float>(sums),
                              pointer<float>(partial),
                              tile_rows,
-                             parts};
+                             parts,
+                             gate_of(gate)};
     const bool turned_a = args.layout == Layout::kWeights, turned_b = args.layout != Layout::kForward;
     check_rows("a", args.a, turned_a ? depth : rows, turned_a ? rows : depth, a_stride);
-    check_rows("b", args.b, turned_b ? depth : columns, turned_b ? columns : depth, b_stride);
+    check_rows("b", args.b, turned_b ? depth : b_columns, turned_b ? b_columns : depth, b_stride);
     if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
     check_given("c", args.c, rows);
     run([&] { return cuda_linear_product(args, device, stream); });
@@ -212,11 +222,9 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
 
 bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
                          std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
-                         int activation, bool exact, Address c, Address pre, int blocks, int device,
+                         int activation, bool exact, Address c, Address pre, int blocks, int gate, int device,
                          std::uintptr_t stream) {
-    check_shape(rows, columns);
-    check_shape(rows, depth);
-    check_shape(columns, depth);
+    const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
     LinearProduct args = {};
     args.dtype = dtype_of(dtype);
     args.layout = Layout::kForward;
@@ -226,8 +234,9 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
     args.bias = pointer(bias);
     args.activation = activation_of(activation), args.exact = exact;
     args.c = pointer(c), args.pre = pointer(pre);
+    args.gate = gate_of(gate);
     check_rows("a", args.a, rows, depth, a_stride);
-    check_rows("b", args.b, columns, depth, b_stride);
+    check_rows("b", args.b, b_columns, depth, b_stride);
     check_given("c", args.c, rows);
     bool refused = false;
     run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
@@ -235,12 +244,12 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
 }
 
 void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
-                   int activation, bool exact, Address g, Address sums, std::int64_t parts, int device,
-                   std::uintptr_t stream) {
-    check_shape(rows, columns);
+                   int activation, bool exact, Address g, Address sums, std::int64_t parts, int gate,
+                   int device, std::uintptr_t stream) {
+    check_gated(rows, columns, 1, gate);
     const LinearGradient args{
-        dtype_of(dtype),           rows,  columns,    pointer(dy),          pointer(pre), nullptr, 0,
-        activation_of(activation), exact, pointer(g), pointer<float>(sums), parts};
+        dtype_of(dtype),           rows,  columns,    pointer(dy),          pointer(pre), nullptr,      0,
+        activation_of(activation), exact, pointer(g), pointer<float>(sums), parts,        gate_of(gate)};
     check_given("dy", args.dy, rows);
     check_given("pre", args.pre, args.activation == Activation::kNone ? 0 : rows);
     run([&] { return cuda_linear_gradient(args, device, stream); });
@@ -293,10 +302,11 @@ void bind_linear(py::module_& m) {
     m.def("cuda_linear_product", &cuda_product);
     m.def("cuda_linear_hopper", &cuda_linear_hopper,
           "Whether a device has compute capability 9.0 and the library code for it");
-    m.def("cuda_linear_takes_hopper",
-          [](std::int64_t rows, std::int64_t columns, std::int64_t depth, int activation, bool exact) {
-              return cuda_linear_takes_hopper(rows, columns, depth, activation_of(activation), exact);
-          });
+    m.def("cuda_linear_takes_hopper", [](std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                                         int activation, bool exact, int gate) {
+        return cuda_linear_takes_hopper(rows, columns, depth, activation_of(activation), exact,
+                                        gate_of(gate));
+    });
     m.def("cuda_linear_hopper_product", &cuda_hopper_product,
           "Whether it ran: the driver may refuse a tensor map");
     m.def("cuda_linear_gradient", &cuda_gradient);

@@ -104,7 +104,8 @@ bool by_tiles(const LayerStack& stack, const LayerWeights& layer, std::int64_t r
 bool by_hopper(const LayerStack& stack, const LayerWeights& layer, std::int64_t rows,
                const CudaDevice& device) {
     return stack.dtype != DType::kFloat32 && device.hopper &&
-           cuda_linear_takes_hopper(rows, layer.inner, stack.hidden, layer.activation, layer.exact);
+           cuda_linear_takes_hopper(rows, layer.inner, stack.hidden, layer.activation, layer.exact,
+                                    Gate::kNone);
 }
 
 LinearPlan plan_of(const LayerStack& stack, const LayerWeights& layer, std::int64_t rows,
@@ -125,7 +126,8 @@ Memory layout(const LayerStack& stack, void* work, std::int64_t rows, std::int64
         if (!by_tiles(stack, layer, own, device)) continue;
         const int parts = plan_of(stack, layer, own, device).parts;
         partial = std::max<std::size_t>(
-            partial, cuda_linear_partial(own, layer.inner, parts, layer.activation, layer.exact));
+            partial,
+            cuda_linear_partial(own, layer.inner, parts, layer.activation, layer.exact, Gate::kNone));
     }
     const auto columns = [&](std::int64_t count, std::size_t of) { return count * of * size; };
     const std::size_t hidden = stack.hidden;

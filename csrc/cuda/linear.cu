@@ -34,7 +34,7 @@ const char* product(const LinearProduct& args, int device, std::uintptr_t stream
     const char* const error = args.layout != Layout::kForward ? backward_product<T>(args, stream)
                               : args.tile_rows == 128         ? large_product<T>(args, stream)
                                                               : small_product<T>(args, device, stream);
-    const bool whole = args.parts == 1 && has_epilogue(args.activation, args.exact);
+    const bool whole = args.parts == 1 && has_epilogue(args.activation, args.exact, args.gate);
     return error != nullptr || whole ? error : add_parts<T>(args, stream);
 }
 
@@ -62,15 +62,17 @@ LinearPlan cuda_linear_plan(Layout layout, std::int64_t rows, std::int64_t colum
 }
 
 std::int64_t cuda_linear_partial(std::int64_t rows, std::int64_t columns, int parts, Activation activation,
-                                 bool exact) {
-    if (parts == 1 && cuda::has_epilogue(activation, exact)) return 0;
-    return parts * rows * ((columns + cuda::kChunk - 1) / cuda::kChunk * cuda::kChunk);
+                                 bool exact, Gate gate) {
+    if (parts == 1 && cuda::has_epilogue(activation, exact, gate)) return 0;
+    const int halves = gate == Gate::kNone ? 1 : 2;
+    return halves * parts * rows * ((columns + cuda::kChunk - 1) / cuda::kChunk * cuda::kChunk);
 }
 
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream) {
     constexpr std::int64_t kMost = 0x7fffffff - 256;
+    const std::int64_t b_columns = args.gate == Gate::kNone ? args.columns : 2 * args.columns;
     if (args.rows == 0 || args.columns == 0) return nullptr;
-    if (args.rows > kMost || args.columns > kMost || args.depth > kMost)
+    if (args.rows > kMost || b_columns > kMost || args.depth > kMost)
         return "rows, columns, depth: less than 2**31 - 256";
     const bool a_runs = (args.layout == Layout::kWeights ? args.rows : args.depth) % cuda::kChunk == 0;
     const bool b_runs = (args.layout == Layout::kForward ? args.depth : args.columns) % cuda::kChunk == 0;
@@ -78,8 +80,11 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
     if (!cuda::aligned(args.a) || !cuda::aligned(args.b) || args.a_stride % cuda::kChunk != 0 ||
         args.b_stride % cuda::kChunk != 0)
         return "a, b: starts and rows on 16 bytes";
+    if (args.gate != Gate::kNone &&
+        (args.layout != Layout::kForward || args.activation == Activation::kNone || args.slope_at != nullptr))
+        return "gate: needs a forward product with an activation";
     if (args.partial == nullptr &&
-        cuda_linear_partial(args.rows, args.columns, args.parts, args.activation, args.exact) != 0)
+        cuda_linear_partial(args.rows, args.columns, args.parts, args.activation, args.exact, args.gate) != 0)
         return "partial: an address, for this activation or several parts";
     if (args.slope_at != nullptr &&
         (args.activation == Activation::kNone || args.columns % cuda::kChunk != 0))

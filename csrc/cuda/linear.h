@@ -2,6 +2,7 @@
 //
 // One kernel makes all products, in bfloat16 and float16: c (rows, columns) = a b over `depth`, with an
 // epilogue. Starts and rows of a and b lie on 16 bytes, and what is contiguous in them is a multiple of 8.
+// With a gate b, bias and pre have twice the columns of c: fastbert/ops/activation.py.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +34,11 @@ struct LinearProduct {
     float* sums;           // of c's columns, one row per 64 rows of c; may be null
     float* partial;        // cuda_linear_partial() floats; not read where that is 0
     int tile_rows, parts;  // from cuda_linear_plan
+    Gate gate;             // of a forward product with an activation
 };
 
 // How a product is cut: rows of a tile (its columns are 128), and parts of the depth, which a second kernel
-// adds in order.
+// adds in order. `columns` are those of b.
 struct LinearPlan {
     int tile_rows, parts;
 };
@@ -45,21 +47,22 @@ LinearPlan cuda_linear_plan(Layout layout, std::int64_t rows, std::int64_t colum
 
 // Floats of scratch: for the parts, and for activations that only the second kernel has.
 std::int64_t cuda_linear_partial(std::int64_t rows, std::int64_t columns, int parts, Activation activation,
-                                 bool exact);
+                                 bool exact, Gate gate);
 // Rows of `sums`.
 static inline constexpr std::int64_t cuda_linear_sums(std::int64_t rows) { return (rows + 63) / 64; }
 
 struct LinearGradient {
     DType dtype;
-    std::int64_t rows, columns;  // columns a multiple of 8
+    std::int64_t rows, columns;  // of dy; columns a multiple of 8
     const void *dy, *pre;        // contiguous; pre is null without an activation
     const float* partial;        // dy as the sum of `partial_parts` matrices of float; null: read dy
     std::int64_t partial_parts;
     Activation activation;
     bool exact;
-    void* g;      // dy act'(pre), contiguous; may be null
-    float* sums;  // [parts][columns]: sums of g's rows before rounding; may be null
+    void* g;      // the gradient at pre, contiguous; may be null
+    float* sums;  // [parts][columns of g]: sums of g's rows before rounding; may be null
     std::int64_t parts;
+    Gate gate;  // pre and g have twice as many columns; needs pre, and no `partial`
 };
 
 // From so many rows on a product takes longer than a launch, and the rate of the tensor cores shows, of which
@@ -70,14 +73,14 @@ constexpr std::int64_t kManyRows = 512;
 bool cuda_linear_hopper(int device);
 // Whether cuda_linear_hopper_product is for a forward product of these sizes, on such a device.
 bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                              Activation activation, bool exact);
+                              Activation activation, bool exact, Gate gate);
 
 // All return nullptr, or the text of the error. Nothing waits for the device.
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
 // By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU
-// that is not exact, or GELU-tanh, without a residual. columns are a multiple of 8, c and pre lie on 16 bytes
-// and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the driver refuses a tensor
-// map, nothing runs and `refused` is true.
+// that is not exact, GELU-tanh, or with a gate also SiLU, without a residual. columns are a multiple of 8, c
+// and pre lie on 16 bytes and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the
+// driver refuses a tensor map, nothing runs and `refused` is true.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);

@@ -21,27 +21,58 @@ struct GeluTanh {
     }
 };
 
+struct Silu {
+    template <class T>
+    static __device__ __forceinline__ float of(float z) {
+        return silu<T>(z);
+    }
+};
+
+template <class T>
+auto kernel_of(Activation activation, bool gated) {
+    if (activation == Activation::kGelu)
+        return gated ? hopper_kernel<T, CheapGelu, true> : hopper_kernel<T, CheapGelu, false>;
+    if (activation == Activation::kSilu) return hopper_kernel<T, Silu, true>;
+    return gated ? hopper_kernel<T, GeluTanh, true> : hopper_kernel<T, GeluTanh, false>;
+}
+
+// Whether the kernels have this activation.
+bool has_hopper(Activation activation, bool exact, Gate gate) {
+    return (activation == Activation::kGelu && !exact) || activation == Activation::kGeluTanh ||
+           (activation == Activation::kSilu && gate != Gate::kNone);
+}
+
 template <class T>
 const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream, bool& refused) {
     using Tile = HopperTile;
-    const std::int64_t tiles = ((args.rows + Tile::kRows - 1) / Tile::kRows) *
-                               ((args.columns + Tile::kColumns - 1) / Tile::kColumns);
+    const bool gated = args.gate != Gate::kNone, second = args.gate == Gate::kSecond;
+    const std::int64_t columns = gated ? Tile::kGatedColumns : Tile::kColumns, halves = gated ? 2 : 1;
+    const std::int64_t tiles =
+        ((args.rows + Tile::kRows - 1) / Tile::kRows) * ((args.columns + columns - 1) / columns);
     if (tiles > 0x3fffffff) return "rows * columns: more than 2**30 - 1 tiles";
     HopperMaps maps = {};
+    // pre, or one half of it
+    const auto make_pre = [&](CUtensorMap& map, bool behind) {
+        const T* const from = static_cast<const T*>(args.pre) + (behind ? args.columns : 0);
+        return make_map(map, args.dtype, from, args.rows, args.columns, halves * args.columns,
+                        Tile::kPartRows);
+    };
     const bool made =
         make_map(maps.a, args.dtype, args.a, args.rows, args.depth, args.a_stride, Tile::kRows) &&
-        make_map(maps.b, args.dtype, args.b, args.columns, args.depth, args.b_stride, Tile::kColumns) &&
+        make_map(maps.b, args.dtype, args.b, halves * args.columns, args.depth, args.b_stride,
+                 static_cast<int>(columns)) &&
         make_map(maps.c, args.dtype, args.c, args.rows, args.columns, args.columns, Tile::kPartRows) &&
-        (args.pre == nullptr ||
-         make_map(maps.pre, args.dtype, args.pre, args.rows, args.columns, args.columns, Tile::kPartRows));
+        (args.pre == nullptr || (make_pre(maps.pre, second) && (!gated || make_pre(maps.other, !second))));
     refused = !made;
     if (refused) return nullptr;
-    const HopperArguments own{static_cast<int>(args.rows), static_cast<int>(args.columns),
-                              static_cast<int>(args.depth), args.bias, args.pre != nullptr};
+    const int across = static_cast<int>(args.columns);
+    const HopperArguments own{static_cast<int>(args.rows),  across,
+                              static_cast<int>(args.depth), args.bias,
+                              args.pre != nullptr,          second ? across : 0,
+                              second ? 0 : across};
     const auto grid = static_cast<unsigned>(tiles < blocks ? tiles : blocks);
-    const auto kernel =
-        args.activation == Activation::kGelu ? hopper_kernel<T, CheapGelu> : hopper_kernel<T, GeluTanh>;
-    return launch_shared(kernel, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
+    return launch_shared(kernel_of<T>(args.activation, gated), dim3(grid), dim3(Tile::kThreads), Tile::kBytes,
+                         stream, maps, own);
 }
 
 }  // namespace
@@ -49,14 +80,13 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
 
 bool cuda_linear_hopper(int device) {
     static cuda::HopperDevices devices;
-    return devices.run(cuda::hopper_kernel<bf16, cuda::CheapGelu>, device);
+    return devices.run(cuda::hopper_kernel<bf16, cuda::CheapGelu, false>, device);
 }
 
 bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                              Activation activation, bool exact) {
+                              Activation activation, bool exact, Gate gate) {
     constexpr std::int64_t kLeastDepth = 256;  // the ring is filled once
-    const bool gelu = activation == Activation::kGelu && !exact;
-    return (gelu || activation == Activation::kGeluTanh) && rows >= kManyRows && depth >= kLeastDepth &&
+    return cuda::has_hopper(activation, exact, gate) && rows >= kManyRows && depth >= kLeastDepth &&
            columns % 8 == 0;
 }
 
@@ -64,13 +94,13 @@ const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, in
                                        std::uintptr_t stream, bool& refused) {
     refused = false;
     constexpr std::int64_t kMost = 0x7fffffff - 256;
+    const std::int64_t b_columns = args.gate == Gate::kNone ? args.columns : 2 * args.columns;
     if (args.rows == 0 || args.columns == 0) return nullptr;
-    if (args.rows > kMost || args.columns > kMost || args.depth > kMost)
+    if (args.rows > kMost || b_columns > kMost || args.depth > kMost)
         return "rows, columns, depth: less than 2**31 - 256";
-    const bool gelu = args.activation == Activation::kGelu && !args.exact;
-    if (args.layout != Layout::kForward || (!gelu && args.activation != Activation::kGeluTanh) ||
+    if (args.layout != Layout::kForward || !cuda::has_hopper(args.activation, args.exact, args.gate) ||
         args.residual != nullptr || args.slope_at != nullptr)
-        return "expected a forward product with GELU, not exact, or GELU-tanh, without a residual";
+        return "expected a forward product with GELU, not exact, GELU-tanh or gated SiLU, without a residual";
     if (args.depth < 1 || args.depth % 8 != 0 || args.columns % 8 != 0)
         return "depth, columns: multiples of 8";
     if (!cuda::aligned(args.a) || !cuda::aligned(args.b) || !cuda::aligned(args.c) ||

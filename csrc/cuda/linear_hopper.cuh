@@ -1,16 +1,18 @@
-// A forward product with bias and activation on compute capability 9.0: c = act(a bT + bias).
+// A forward product with bias and activation on compute capability 9.0: c = act(a bT + bias), or with a gate
+// c = act(y) z, where [y, z] = a bT + bias are the activated columns and the others.
 //
 // Tiling     A block per multiprocessor owns tiles of 128 x 192 of c, one after another; they go down
 //            kGroupRows row tiles before the next column tile. Two warp groups take them in turns, each with
 //            a whole tile in registers: while one is in its epilogue, the other one keeps the tensor cores
-//            busy.
+//            busy. With a gate a tile has 96 columns of y and their 96 of z.
 // Pipeline   A third group's first warp copies 128 x 64 of a and 192 x 64 of b into a ring of 5 slots, ahead
 //            of both. `full` means that a slot's bytes have come, `empty` that all four warps are done with
 //            it.
 // Precision  float accumulators that begin with the bias; one rounding per store.
 // Saved      pre, where backward asks for it; the activation reads it before the rounding.
 // Epilogue   A warp's 16 x 64 of c go through its own 2 KB of shared memory and leave as a tile: neither
-//            waits for other warps. What lies outside of the matrices comes as 0 and is not written.
+//            waits for other warps. What lies outside of the matrices comes as 0 and is not written. 96
+//            columns are two parts, which both write the 32 in the middle: the same bits.
 // Source     PTX ISA 8.0, wgmma; Hendrycks and Gimpel 2016, Gaussian Error Linear Units.
 #pragma once
 
@@ -22,6 +24,7 @@ namespace cuda {
 
 struct HopperTile {
     static constexpr int kRows = 128, kColumns = 192, kDepth = kSwizzled, kSlots = 5;
+    static constexpr int kGatedColumns = kColumns / 2;
     static constexpr int kHalves = kRows / 64;
     // Of a warp's part that leaves at once
     static constexpr int kPartRows = 16, kPartColumns = kSwizzled;
@@ -37,13 +40,14 @@ struct HopperTile {
 };
 
 struct HopperMaps {
-    CUtensorMap a, b, c, pre;
+    CUtensorMap a, b, c, pre, other;  // with a gate pre is of y, and other of z
 };
 
 struct HopperArguments {
-    int rows, columns, depth;
-    const void* bias;  // may be null
-    bool save;         // whether there is pre
+    int rows, columns, depth;  // columns: of c
+    const void* bias;          // may be null
+    bool save;                 // whether there is pre
+    int active, other;         // with a gate: where y and z begin among the columns of b
 };
 
 // A place in the ring: its slot, and the parity of the phase in which that is filled.
@@ -60,16 +64,17 @@ struct RingPlace {
     }
 };
 
-// The first row and column of a tile in grouped order
+// The first row and column of a tile, of kColumns of c, in grouped order
+template <int kColumns>
 __device__ __forceinline__ void hopper_tile_at(int tile, const HopperArguments& args, int& row, int& column) {
     using Tile = HopperTile;
     const int row_tiles = (args.rows + Tile::kRows - 1) / Tile::kRows;
-    const int column_tiles = (args.columns + Tile::kColumns - 1) / Tile::kColumns;
+    const int column_tiles = (args.columns + kColumns - 1) / kColumns;
     const int wide = Tile::kGroupRows * column_tiles;
     const int first = tile / wide * Tile::kGroupRows, within = tile % wide;
     const int height = row_tiles - first < Tile::kGroupRows ? row_tiles - first : Tile::kGroupRows;
     row = (first + within % height) * Tile::kRows;
-    column = within / height * Tile::kColumns;
+    column = within / height * kColumns;
 }
 
 // A warp's part of an epilogue: 16 x 64 of a matrix. `c` are 8 fragments of 16 x 8.
@@ -94,12 +99,12 @@ __device__ __forceinline__ void store_part(char* part, const float (&c)[96], con
     if (lane == 0) store_tile(part, map, row, column);
 }
 
-// The bias of 64 columns, of which `columns` is a multiple of 8; two neighbours lie on 4 bytes.
-template <class T, int kAt>
+// The bias of kBlocks times 8 columns; `columns` is a multiple of 8, and two neighbours lie on 4 bytes.
+template <class T, int kAt, int kBlocks = 8>
 __device__ __forceinline__ void add_bias(float (&c)[96], const T* bias, int column, int columns) {
     const int own = column + 2 * (static_cast<int>(threadIdx.x) % 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kBlocks; ++i) {
         std::uint32_t word = 0;
         if (column + 8 * i < columns) word = *reinterpret_cast<const std::uint32_t*>(bias + own + 8 * i);
         float low, high;
@@ -130,11 +135,38 @@ __device__ __forceinline__ void hopper_epilogue(char* part, float (&c)[96], cons
     block(std::integral_constant<int, 64>(), 128);
 }
 
+// c are 16 x 96 of y and then of z.
 template <class T, class Function>
+__device__ __forceinline__ void gated_epilogue(char* part, float (&c)[96], const HopperMaps& maps,
+                                               const HopperArguments& args, int row, int column) {
+    constexpr int kHalf = 48, kMiddle = 16;  // where z begins, and the last 64 columns of either
+    const bool both = column + kSwizzled < args.columns;
+    // One half after the other: all loads of the bias at once spill.
+    const auto finish_pre = [&](auto at, int begin, const CUtensorMap& map) {
+        constexpr int kAt = decltype(at)::value;
+        if (args.bias != nullptr)
+            add_bias<T, kAt, kHalf / 4>(c, static_cast<const T*>(args.bias) + begin, column, args.columns);
+        if (!args.save) return;
+        store_part<T, kAt>(part, c, map, row, column);
+        if (both) store_part<T, kAt + kMiddle>(part, c, map, row, column + 2 * kMiddle);
+    };
+    finish_pre(std::integral_constant<int, 0>(), args.active, maps.pre);
+    finish_pre(std::integral_constant<int, kHalf>(), args.other, maps.other);
+#pragma unroll
+    for (int i = 0; i < 2 * kMiddle; ++i) c[i] = Function::template of<T>(c[i]) * c[kHalf + i];
+    store_part<T, 0>(part, c, maps.c, row, column);
+    if (!both) return;
+#pragma unroll
+    for (int i = 2 * kMiddle; i < kHalf; ++i) c[i] = Function::template of<T>(c[i]) * c[kHalf + i];
+    store_part<T, kMiddle>(part, c, maps.c, row, column + 2 * kMiddle);
+}
+
+template <class T, class Function, bool kGated>
 __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     hopper_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = HopperTile;
+    constexpr int kColumns = kGated ? Tile::kGatedColumns : Tile::kColumns;
     // The host sees by this variable whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t full[Tile::kSlots], empty[Tile::kSlots];
     char* const start = dynamic_shared();
@@ -145,6 +177,7 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
         prefetch_map(maps.b);
         prefetch_map(maps.c);
         if (args.save) prefetch_map(maps.pre);
+        if (kGated && args.save) prefetch_map(maps.other);
         for (int i = 0; i < Tile::kSlots; ++i) {
             init_barrier(&full[i], 1);
             init_barrier(&empty[i], Tile::kWarps);
@@ -154,7 +187,7 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     __syncthreads();
     const int steps = (args.depth + Tile::kDepth - 1) / Tile::kDepth;
     const int tiles =
-        (args.rows + Tile::kRows - 1) / Tile::kRows * ((args.columns + Tile::kColumns - 1) / Tile::kColumns);
+        (args.rows + Tile::kRows - 1) / Tile::kRows * ((args.columns + kColumns - 1) / kColumns);
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
     RingPlace place;
@@ -164,14 +197,18 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
         if (warp != 0) return;
         for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
             int row, column;
-            hopper_tile_at(tile, args, row, column);
+            hopper_tile_at<kColumns>(tile, args, row, column);
             for (int depth = 0; depth < args.depth; depth += Tile::kDepth, place.next()) {
                 char* const slot = ring + place.slot * Tile::kSlotBytes;
                 wait_phase(&empty[place.slot], place.parity ^ 1);
                 if (lane == 0) {
                     arrive_expecting(&full[place.slot], Tile::kSlotBytes);
                     load_tile(slot, maps.a, &full[place.slot], row, depth);
-                    load_tile(slot + Tile::kRows * Tile::kRowBytes, maps.b, &full[place.slot], column, depth);
+                    char* const b = slot + Tile::kRows * Tile::kRowBytes;
+                    load_tile(b, maps.b, &full[place.slot], kGated ? args.active + column : column, depth);
+                    if (kGated)
+                        load_tile(b + kColumns * Tile::kRowBytes, maps.b, &full[place.slot],
+                                  args.other + column, depth);
                 }
                 __syncwarp();
             }
@@ -189,7 +226,7 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
         const int tile = static_cast<int>(blockIdx.x) + turn * static_cast<int>(gridDim.x);
         if (tile >= tiles) break;
         int row, column;
-        hopper_tile_at(tile, args, row, column);
+        hopper_tile_at<kColumns>(tile, args, row, column);
         float c[Tile::kHalves][96];
         if (turn > 0) sync_threads_at(kTurn + group, 2 * kGroupThreads);
         int previous = 0;
@@ -216,9 +253,13 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
         // The other group's tile
         place.advance(steps);
 #pragma unroll
-        for (int half = 0; half < Tile::kHalves; ++half)
-            hopper_epilogue<T, Function>(part, c[half], maps, args, row + half * 64 + warp * Tile::kPartRows,
-                                         column);
+        for (int half = 0; half < Tile::kHalves; ++half) {
+            const int own = row + half * 64 + warp * Tile::kPartRows;
+            if (kGated)
+                gated_epilogue<T, Function>(part, c[half], maps, args, own, column);
+            else
+                hopper_epilogue<T, Function>(part, c[half], maps, args, own, column);
+        }
     }
     if (lane == 0) wait_stores();
 #endif

@@ -18,9 +18,8 @@ bool is_deep(const LinearProduct& args, int device) {
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
     if (!known) cudaGetLastError();  // the next launch must not see it
-    const std::int64_t tiles =
-        ((args.rows + kTileRows - 1) / kTileRows) * ((args.columns + kTileColumns - 1) / kTileColumns);
-    return known && tiles * args.parts <= multiprocessors && Shape::kDeep * Shape::kSlot * 2 <= shared;
+    return known && tiles_of(args, kTileRows) * args.parts <= multiprocessors &&
+           Shape::kDeep * Shape::kSlot * 2 <= shared;
 }
 
 template <class T, int kTileRows>

@@ -1,11 +1,13 @@
 // A product of 16-bit matrices with bias, activation and residual, or with an activation's derivative.
 //
-// Math       c = act(a b + bias) + residual, or c = (a b) act'(slope_at) with the sums of its columns
+// Math       c = act(a b + bias) + residual, or c = (a b) act'(slope_at) with the sums of its columns. With a
+//            gate [y, z] = a b + bias are the activated columns and the others, and c = act(y) z + residual.
 // Tiling     A block of 4 warps owns kTileRows x 128 of c and a part of the depth. Tiles of 128 rows: a warp
 //            has 64 x 64, steps of depth 32, 3 slots. Fewer rows: kTileRows x 32, depth 64, 4 slots, or kDeep
 //            where a block has a multiprocessor to itself: what it waits for is the weight, and twice as much
 //            of it is under way. A block goes down 8 row tiles before it takes the next column tile, so that
-//            its inputs stay in the L2.
+//            its inputs stay in the L2. With a gate the first half of a warp's columns are activated ones and
+//            the second half their partners, so a lane holds both.
 // Pipeline   cp.async fills the ring's slots two or three steps ahead; ldmatrix reads the fragments of one
 //            step of 16 while the products of the previous step run. One barrier per slot. Copies behind the
 //            end write zeros, so that the loop has no branch.
@@ -44,7 +46,8 @@ struct Tile {
 
 // One operand's tile of kLines rows of a (columns of b) and kDepth of the depth. In shared memory a row is a
 // line, or with kTurned a step of depth. Copies lines that exist; after the last one it copies that again,
-// and nothing of it is stored.
+// and nothing of it is stored. `line_of` maps a line of the tile to one of the operand; chunks of turned
+// lines stay together.
 template <class T, int kLines, int kDepth, bool kTurned>
 struct Operand {
     static constexpr int kColumns = kTurned ? kLines : kDepth;
@@ -57,8 +60,9 @@ struct Operand {
     std::int64_t step;
     int at, depth;  // where this thread's first chunk goes, and its depth within the tile
 
-    __device__ __forceinline__ Operand(const void* data, std::int64_t stride, int first_line, int lines,
-                                       int first_depth) {
+    template <class LineOf>
+    __device__ __forceinline__ Operand(const void* data, std::int64_t stride, int first_depth,
+                                       LineOf line_of) {
         const int thread = static_cast<int>(threadIdx.x);
         const int row = thread / kChunks, chunk = thread % kChunks;
         at = chunk_of<T, kColumns>(row, chunk);
@@ -68,13 +72,10 @@ struct Operand {
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             const int own = row + i * kRowsAtOnce;
-            if (kTurned) {
-                const int line = first_line + chunk * kChunk;
-                from[i] = start + own * stride + (line < lines ? line : lines - kChunk);
-            } else {
-                const int line = first_line + own;
-                from[i] = start + (line < lines ? line : lines - 1) * stride + depth;
-            }
+            if (kTurned)
+                from[i] = start + own * stride + line_of(chunk * kChunk);
+            else
+                from[i] = start + line_of(own) * stride + depth;
         }
     }
 
@@ -132,18 +133,24 @@ inline bool whole_chunks(const void* data, std::int64_t stride, std::int64_t col
 struct Whole {
     bool c, pre, residual, slope_at;
 };
+inline Whole whole_of(const LinearProduct& args) {
+    // of pre also each half
+    return {whole_chunks(args.c, args.columns, args.columns),
+            whole_chunks(args.pre, args.columns, args.columns),
+            whole_chunks(args.residual, args.residual_stride, args.columns),
+            whole_chunks(args.slope_at, args.columns, args.columns)};
+}
 
 struct alignas(8) Two {
     float low, high;
 };
 
-// The rows and columns of a warp's part of c, and its accumulators.
-template <class T, int kTileRows>
+// A warp's part of c, kRows x kColumns: where it is, and its accumulators.
+template <class T, int kRows, int kColumns>
 struct WarpTile {
-    using Shape = Tile<kTileRows>;
-    static constexpr int kBlocksDown = Shape::kWarpRows / 16, kBlocksAcross = Shape::kWarpColumns / 8;
-    static constexpr int kChunks = Shape::kWarpColumns / kChunk;
-    static constexpr int kRowsAtOnce = kWarp / kChunks, kPasses = Shape::kWarpRows / kRowsAtOnce;
+    static constexpr int kBlocksDown = kRows / 16, kBlocksAcross = kColumns / 8;
+    static constexpr int kChunks = kColumns / kChunk;
+    static constexpr int kRowsAtOnce = kWarp / kChunks, kPasses = kRows / kRowsAtOnce;
 
     // A lane's chunks of the part: one per pass
     struct Walk {
@@ -152,7 +159,7 @@ struct WarpTile {
             : row(tile.row + lane() / kChunks), column(tile.column + lane() % kChunks * kChunk) {}
         static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
         static __device__ __forceinline__ int at(int pass) {
-            return chunk_of<T, Shape::kWarpColumns>(pass * kRowsAtOnce + lane() / kChunks, lane() % kChunks);
+            return chunk_of<T, kColumns>(pass * kRowsAtOnce + lane() / kChunks, lane() % kChunks);
         }
     };
 
@@ -171,8 +178,8 @@ struct WarpTile {
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int j = 0; j < kBlocksAcross; ++j) {
-                    const int at = (16 * i + 8 * half) * Shape::kWarpColumns +
-                                   chunk_of<T, Shape::kWarpColumns>(group, j) + 2 * pair;
+                    const int at =
+                        (16 * i + 8 * half) * kColumns + chunk_of<T, kColumns>(group, j) + 2 * pair;
                     visit(acc[i][j][2 * half], acc[i][j][2 * half + 1], at);
                 }
     }
@@ -234,6 +241,17 @@ struct WarpTile {
         __syncwarp();
     }
 
+    // Another matrix's elements to acc
+    __device__ __forceinline__ void add(T* shared, const void* from, std::int64_t stride, bool whole) {
+        load(shared, from, stride, whole);
+        pairs([&](float& low, float& high, int at) {
+            float first, second;
+            unpack_pair<T>(*reinterpret_cast<const std::uint32_t*>(shared + at), first, second);
+            low += first;
+            high += second;
+        });
+    }
+
     // The sums of acc's columns over the rows that c has
     __device__ __forceinline__ void sum_columns(float* sums) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -254,7 +272,7 @@ struct WarpTile {
 
     // Rows that c does not have were copies of its last one.
     __device__ __forceinline__ void clear_rows_behind() {
-        if (row + Shape::kWarpRows <= rows) return;
+        if (row + kRows <= rows) return;
         const int group = static_cast<int>(threadIdx.x) % kWarp / 4;
 #pragma unroll
         for (int i = 0; i < kBlocksDown; ++i)
@@ -265,9 +283,10 @@ struct WarpTile {
                     if (row + 16 * i + group + e / 2 * 8 >= rows) acc[i][j][e] = 0.0f;
     }
 
-    __device__ __forceinline__ void store_partial(float* partial) {
+    // Rows of a part are `stride` apart; columns up to a multiple of 8
+    __device__ __forceinline__ void store_partial(float* partial, std::int64_t stride) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        const std::int64_t stride = (columns + kChunk - 1) / kChunk * kChunk;
+        const int whole = (columns + kChunk - 1) / kChunk * kChunk;
         float* const own = partial + (static_cast<std::int64_t>(blockIdx.y) * rows + row) * stride;
 #pragma unroll
         for (int i = 0; i < kBlocksDown; ++i)
@@ -276,7 +295,7 @@ struct WarpTile {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int down = 16 * i + lane / 4 + 8 * half, across = column + 8 * j + 2 * (lane % 4);
-                    if (row + down < rows && across < stride)
+                    if (row + down < rows && across < whole)
                         *reinterpret_cast<Two*>(own + down * stride + across) = {acc[i][j][2 * half],
                                                                                  acc[i][j][2 * half + 1]};
                 }
@@ -292,27 +311,104 @@ __device__ __forceinline__ void tile_at(int row_tiles, int column_tiles, int& ro
     column_tile = within / height;
 }
 
-// What follows the product in the same kernel: GELU's cheap forms, everything without an activation. The rest
-// is in linear_passes.cu, where it is compiled once.
-inline bool has_epilogue(Activation activation, bool exact) {
+// The columns of a block's tile, `own` one of 128.
+template <int kWarpColumns, bool kGated>
+struct TileColumns {
+    int first, columns;  // of c
+    bool second;         // whether the second half of b is activated
+
+    // Its column in c; with a gate two have the same.
+    __device__ __forceinline__ int of(int own) const {
+        constexpr int kHalf = kWarpColumns / 2;
+        return first + (kGated ? own / kWarpColumns * kHalf + own % kHalf : own);
+    }
+    // How far its column in b is from that in c.
+    __device__ __forceinline__ int partner(int own) const {
+        return kGated && (own / (kWarpColumns / 2) % 2 == 1) != second ? columns : 0;
+    }
+};
+
+// Of a gated product's tile: its activated columns, and their partners.
+template <class T, int kRows, int kColumns>
+struct Halves {
+    WarpTile<T, kRows, kColumns / 2> active, other;
+
+    __device__ __forceinline__ explicit Halves(const WarpTile<T, kRows, kColumns>& tile) {
+        active.row = other.row = tile.row;
+        active.column = other.column = tile.column;
+        active.rows = other.rows = tile.rows;
+        active.columns = other.columns = tile.columns;
+#pragma unroll
+        for (int i = 0; i < kRows / 16; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumns / 16; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    active.acc[i][j][e] = tile.acc[i][j][e];
+                    other.acc[i][j][e] = tile.acc[i][j + kColumns / 16][e];
+                }
+    }
+};
+
+// A part of the depth's sums. With a gate a row has the activated columns, then their partners.
+template <bool kGated, class T, int kRows, int kColumns>
+__device__ __forceinline__ void store_partials(const LinearProduct& args,
+                                               WarpTile<T, kRows, kColumns>& tile) {
+    const std::int64_t stride = (args.columns + kChunk - 1) / kChunk * kChunk;
+    if (!kGated) return tile.store_partial(args.partial, stride);
+    Halves<T, kRows, kColumns> halves(tile);
+    halves.active.store_partial(args.partial, 2 * stride);
+    halves.other.store_partial(args.partial + stride, 2 * stride);
+}
+
+// What follows the product in the same kernel: GELU's cheap forms, everything without an activation; with a
+// gate, which has half as many values, also SiLU and GELU-tanh. The rest is in linear_passes.cu, where it is
+// compiled once.
+inline bool has_epilogue(Activation activation, bool exact, Gate gate) {
+    if (gate != Gate::kNone && (activation == Activation::kSilu || activation == Activation::kGeluTanh))
+        return true;
     return activation == Activation::kNone || (activation == Activation::kGelu && !exact);
 }
 
-template <class T, int kTileRows, Layout kLayout>
+template <class T, int kRows, int kColumns>
+__device__ __forceinline__ void finish_gated(const LinearProduct& args, const Whole& whole,
+                                             const WarpTile<T, kRows, kColumns>& tile, T* shared) {
+    Halves<T, kRows, kColumns> halves(tile);
+    if (args.pre != nullptr) {
+        T* const pre = static_cast<T*>(args.pre);
+        const bool second = args.gate == Gate::kSecond;
+        halves.active.store(shared, pre + (second ? args.columns : 0), 2 * args.columns, whole.pre);
+        halves.other.store(shared, pre + (second ? 0 : args.columns), 2 * args.columns, whole.pre);
+    }
+    const auto activate = [&](auto function) {
+#pragma unroll
+        for (int i = 0; i < kRows / 16; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumns / 16; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& y = halves.active.acc[i][j][e];
+                    y = function(y) * halves.other.acc[i][j][e];
+                }
+    };
+    if (args.activation == Activation::kGelu)
+        activate([](float z) { return cheap_gelu<T>(z); });
+    else if (args.activation == Activation::kSilu)
+        activate([](float z) { return silu<T>(z); });
+    else
+        activate([](float z) { return gelu_tanh<T>(z); });
+    if (args.residual != nullptr)
+        halves.active.add(shared, args.residual, args.residual_stride, whole.residual);
+    halves.active.store(shared, args.c, args.columns, whole.c);
+}
+
+template <Layout kLayout, class T, int kRows, int kColumns>
 __device__ __forceinline__ void finish(const LinearProduct& args, const Whole& whole,
-                                       WarpTile<T, kTileRows>& tile, T* shared) {
+                                       WarpTile<T, kRows, kColumns>& tile, T* shared) {
     if (kLayout == Layout::kForward) {
         if (args.pre != nullptr) tile.store(shared, args.pre, args.columns, whole.pre);
         if (args.activation != Activation::kNone) tile.apply([](float z) { return cheap_gelu<T>(z); });
-        if (args.residual != nullptr) {
-            tile.load(shared, args.residual, args.residual_stride, whole.residual);
-            tile.pairs([&](float& low, float& high, int at) {
-                float first, second;
-                unpack_pair<T>(*reinterpret_cast<const std::uint32_t*>(shared + at), first, second);
-                low += first;
-                high += second;
-            });
-        }
+        if (args.residual != nullptr) tile.add(shared, args.residual, args.residual_stride, whole.residual);
     } else if (kLayout == Layout::kInputs && args.slope_at != nullptr) {
         tile.load(shared, args.slope_at, args.columns, whole.slope_at);
         tile.clear_rows_behind();
@@ -327,11 +423,11 @@ __device__ __forceinline__ void finish(const LinearProduct& args, const Whole& w
     tile.store(shared, args.c, args.columns, whole.c);
 }
 
-template <class T, int kTileRows, Layout kLayout, int kSlots>
+template <class T, int kTileRows, Layout kLayout, int kSlots, bool kGated>
 __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     product_kernel(LinearProduct args, Whole whole) {
     using Shape = Tile<kTileRows>;
-    using Warp = WarpTile<T, kTileRows>;
+    using Warp = WarpTile<T, Shape::kWarpRows, Shape::kWarpColumns>;
     using A = Operand<T, kTileRows, Shape::kDepth, kLayout == Layout::kWeights>;
     using B = Operand<T, kTileColumns, Shape::kDepth, kLayout != Layout::kForward>;
     constexpr int kSteps = Shape::kDepth / 16;
@@ -339,8 +435,10 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     const int rows = static_cast<int>(args.rows), columns = static_cast<int>(args.columns);
     const int all_depth = static_cast<int>(args.depth);
 
+    constexpr int kOwnColumns = kGated ? kTileColumns / 2 : kTileColumns;  // of c
+
     int row_tile, column_tile;
-    tile_at((rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns, row_tile,
+    tile_at((rows + kTileRows - 1) / kTileRows, (columns + kOwnColumns - 1) / kOwnColumns, row_tile,
             column_tile);
     const std::int64_t slots = (args.depth + Shape::kDepth - 1) / Shape::kDepth;
     const int begin = static_cast<int>(slots * blockIdx.y / gridDim.y);
@@ -348,8 +446,16 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     int depth = begin * Shape::kDepth;  // of the next copy
     const int last = end * Shape::kDepth < all_depth ? end * Shape::kDepth : all_depth;
 
-    A a(args.a, args.a_stride, row_tile * kTileRows, rows, depth);
-    B b(args.b, args.b_stride, column_tile * kTileColumns, columns, depth);
+    const TileColumns<Shape::kWarpColumns, kGated> across{column_tile * kOwnColumns, columns,
+                                                          args.gate == Gate::kSecond};
+    const auto up_to = [](int line, int last) { return line < last ? line : last; };
+    A a(args.a, args.a_stride, depth, [&](int own) {
+        return up_to(row_tile * kTileRows + own, rows - (kLayout == Layout::kWeights ? kChunk : 1));
+    });
+    B b(args.b, args.b_stride, depth, [&](int own) {
+        const int last = columns - (kLayout != Layout::kForward ? kChunk : 1);
+        return up_to(across.of(own), last) + across.partner(own);
+    });
     const auto copy = [&](int slot) {
         T* const tile = ring + slot * Shape::kSlot;
         a.copy(tile, last - depth);
@@ -365,7 +471,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     const int warp_column = warp % Shape::kWarpsAcross * Shape::kWarpColumns;
     Warp own;
     own.row = row_tile * kTileRows + warp_row;
-    own.column = column_tile * kTileColumns + warp_column;
+    own.column = across.of(warp_column);
     own.rows = rows;
     own.columns = columns;
     const T* const bias = static_cast<const T*>(args.bias);
@@ -373,9 +479,10 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     for (int j = 0; j < Warp::kBlocksAcross; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int column = own.column + 8 * j + 2 * (lane % 4) + e;
+            const int within = warp_column + 8 * j + 2 * (lane % 4) + e, column = across.of(within);
             float first = 0.0f;
-            if (bias != nullptr && blockIdx.y == 0 && column < columns) first = widen(bias[column]);
+            if (bias != nullptr && blockIdx.y == 0 && column < columns)
+                first = widen(bias[column + across.partner(within)]);
 #pragma unroll
             for (int i = 0; i < Warp::kBlocksDown; ++i) own.acc[i][j][e] = own.acc[i][j][e + 2] = first;
         }
@@ -422,29 +529,37 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
 
     // Copies behind the end may still be under way, and other warps may read their fragments.
     wait_copies<0>();
-    if (args.partial != nullptr) return own.store_partial(args.partial);
+    if (args.partial != nullptr) return store_partials<kGated>(args, own);
     __syncthreads();
-    finish<T, kTileRows, kLayout>(args, whole, own, ring + warp * Shape::kWarpRows * Shape::kWarpColumns);
+    T* const part = ring + warp * Shape::kWarpRows * Shape::kWarpColumns;
+    if (kGated)
+        finish_gated(args, whole, own, part);
+    else
+        finish<kLayout>(args, whole, own, part);
 }
 
 // --- host ---
 
+inline std::int64_t tiles_of(const LinearProduct& args, std::int64_t tile_rows) {
+    const std::int64_t columns = args.gate == Gate::kNone ? kTileColumns : kTileColumns / 2;
+    return (args.rows + tile_rows - 1) / tile_rows * ((args.columns + columns - 1) / columns);
+}
+
 template <class T, int kTileRows, Layout kLayout, int kSlots = Tile<kTileRows>::kSlots>
 const char* launch_product(const LinearProduct& args, std::uintptr_t stream) {
     using Shape = Tile<kTileRows>;
-    const std::int64_t tiles =
-        ((args.rows + kTileRows - 1) / kTileRows) * ((args.columns + kTileColumns - 1) / kTileColumns);
+    const std::int64_t tiles = tiles_of(args, kTileRows);
     if (tiles > 0x7fffffff) return "rows * columns: more than 2**31 - 1 tiles";
     if (args.parts < 1 || args.parts > (args.depth + Shape::kDepth - 1) / Shape::kDepth)
         return "parts: at least one step of the depth for each";
     LinearProduct own = args;
-    if (args.parts == 1 && has_epilogue(args.activation, args.exact)) own.partial = nullptr;
-    const Whole whole{whole_chunks(args.c, args.columns, args.columns),
-                      whole_chunks(args.pre, args.columns, args.columns),
-                      whole_chunks(args.residual, args.residual_stride, args.columns),
-                      whole_chunks(args.slope_at, args.columns, args.columns)};
-    return launch_shared(product_kernel<T, kTileRows, kLayout, kSlots>,
-                         dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(args.parts)),
+    if (args.parts == 1 && has_epilogue(args.activation, args.exact, args.gate)) own.partial = nullptr;
+    const Whole whole = whole_of(args);
+    constexpr bool kForward = kLayout == Layout::kForward;
+    const auto kernel = kForward && args.gate != Gate::kNone
+                            ? product_kernel<T, kTileRows, kLayout, kSlots, kForward>
+                            : product_kernel<T, kTileRows, kLayout, kSlots, false>;
+    return launch_shared(kernel, dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(args.parts)),
                          dim3(kProductThreads), kSlots * Shape::kSlot * 2, stream, own, whole);
 }
 

@@ -465,7 +465,7 @@ def test_refusals(emulated, changes, message):
         **{"dtype": 1, "layout": 0, "rows": 16, "columns": 16, "depth": 16, "a": at, "a_stride": 16},
         **{"b": at, "b_stride": 16, "bias": 0, "activation": 0, "exact": False, "residual": 0},
         **{"residual_stride": 0, "slope_at": 0, "c": at, "pre": 0, "sums": 0, "partial": 0},
-        **{"tile_rows": 64, "parts": 1, "device": 0, "stream": 0},
+        **{"tile_rows": 64, "parts": 1, "gate": 0, "device": 0, "stream": 0},
     }
     assert own.keys() >= changes.keys()
     with pytest.raises((ValueError, RuntimeError), match=message):

@@ -8,7 +8,7 @@ import torch
 from fastbert import testing
 from fastbert.backends.cuda import device, feed_forward
 from fastbert.backends.cuda import linear as launchers
-from fastbert.ops.activation import CODES, activate_ref
+from fastbert.ops.activation import CODES, GATES, activate_ref, halves
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
 from fastbert.testing.op_cases import linear as linear_cases
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
@@ -65,6 +65,38 @@ def test_integers_are_exact(emulated, shape, schedule, dtype):
     assert all("hopper_kernel" in launch.kernel for launch in emulated.launches)
 
 
+@pytest.mark.parametrize("gated", GATES)
+@pytest.mark.parametrize(
+    "shape", ((5, 8, 8, 1), (128, 96, 320, 3), (130, 200, 64, 1), (300, 264, 456, 2), (1, 72, 16, 1)), ids=str
+)
+def test_gated_integers_are_exact(emulated, shape, gated):
+    """A tile has 96 columns of the result, whose last part may be empty or ragged.
+
+    The bias of activated columns is 128 higher, where activations return their argument.
+    """
+    rows, columns, depth, blocks = shape
+    for dtype, activation, schedule in (
+        (BF16, "gelu", "late"),
+        (BF16, "silu", "early"),
+        (HALF[1], "gelu_tanh", "late"),
+    ):
+        emulated.schedule, emulated.seed = schedule, columns
+        x, weight = (whole_numbers(n, depth, dtype=dtype, most=1, seed=n) for n in (rows, 2 * columns))
+        bias = whole_numbers(2 * columns, dtype=dtype, most=1, seed=3)
+        halves(bias, gated)[0].add_(128)
+        z = x.float() @ weight.float().T + bias.float()
+        active, other = halves(z, gated)
+        y, pre = call(emulated, x, weight, bias, activation, True, blocks, gated)
+        assert torch.equal(pre, z.to(dtype))
+        assert torch.equal(y, (active * other).to(dtype))
+        again, none = call(emulated, x, weight, bias, activation, False, blocks, gated)
+        assert_same_bits(again, y)
+        assert none.shape == (0,)
+    tiles = -(-rows // 128) * -(-columns // 96)
+    assert {launch.grid for launch in emulated.launches} == {(min(tiles, blocks), 1, 1)}
+    assert all("hopper_kernel" in launch.kernel for launch in emulated.launches)
+
+
 def test_every_schedule_returns_the_same_bits(emulated):
     x, weight = (randn(n, 336, dtype=BF16, seed=n) for n in (270, 400))
     found = []
@@ -114,6 +146,10 @@ def test_what_is_not_finite_stays_in_its_row(emulated):
     (
         linear_cases.LinearCase(520, 264, 200, "gelu"),
         linear_cases.LinearCase(513, 256, 200, "gelu_tanh"),
+        *(
+            linear_cases.LinearCase(513, 256, 208, name, gated=gated)
+            for name, gated in (("gelu", "first"), ("silu", "second"))
+        ),
         feed_forward_cases.FeedForwardCase(513, 256, 264, 40),
     ),
     ids=repr,
@@ -127,14 +163,16 @@ def test_error_rule(emulated, case, dtype):
 
 @pytest.mark.parametrize("op", (linear_cases, feed_forward_cases), ids=("linear", "feed_forward"))
 def test_self_checks_reach_it_with_several_tiles_per_block(op):
-    """On 132 multiprocessors, both groups of warps have a tile and the ring turns."""
-    sizes = []
+    """On 132 multiprocessors, both groups of warps have a tile and the ring turns; gated, too."""
+    sizes = {}
     for case in op.ON_GPU:
         inner = getattr(case, "out_features", None) or case.inner
         depth = getattr(case, "in_features", None) or case.hidden
         if case.activation == "gelu" and case.rows >= 512 and depth >= 256:
-            sizes.append((-(-case.rows // 128) * -(-inner // 192), -(-depth // 64)))
-    assert any(tiles > 132 and 2 * steps > 5 for tiles, steps in sizes)
+            tiles = -(-case.rows // 128) * -(-inner // 192)
+            sizes.setdefault(case.gated, []).append((tiles, -(-depth // 64)))
+    for gated in {None, "first"} if op is linear_cases else {None}:
+        assert any(tiles > 132 and 2 * steps > 5 for tiles, steps in sizes[gated])
 
 
 def test_which_calls_it_serves(emulated, monkeypatch):
@@ -154,7 +192,11 @@ def test_which_calls_it_serves(emulated, monkeypatch):
     monkeypatch.setattr(launchers, "EXACT_GELU", True)
     assert not serves(x, weight, bias, "gelu")
     assert serves(x, weight, bias, "gelu_tanh")
+    assert serves(x, weight, bias, "silu", "first")
+    assert not serves(x, weight, bias, "gelu", "first")
     monkeypatch.setattr(launchers, "EXACT_GELU", False)
+    assert serves(x, weight, bias, "gelu", "second")
+    assert not serves(x, weight[:184], bias[:184], "gelu", "second")
     monkeypatch.setattr(device, "is_hopper", lambda _: False)
     assert not serves(x, weight, bias, "gelu")
 
@@ -174,7 +216,7 @@ def arguments(a, **changes):
     own = {
         **{"dtype": 1, "rows": n, "columns": n, "depth": 16, "a": at, "a_stride": 16, "b": at},
         **{"b_stride": 16, "bias": 0, "activation": CODES["gelu"], "exact": False, "c": at, "pre": 0},
-        **{"blocks": 1, "device": 0, "stream": 0},
+        **{"blocks": 1, "gate": 0, "device": 0, "stream": 0},
     }
     assert own.keys() >= changes.keys()
     return (own | changes).values()
@@ -193,6 +235,9 @@ def arguments(a, **changes):
         ({"activation": 0}, "expected a forward product with GELU"),
         ({"activation": CODES["relu"]}, "expected a forward product with GELU"),
         ({"exact": True}, "expected a forward product with GELU"),
+        ({"activation": CODES["silu"]}, "gated SiLU"),
+        ({"gate": 3}, "gate: expected code"),
+        ({"columns": 1 << 30, "gate": 1, "depth": 8}, "less than 2\\*\\*31"),
         ({"blocks": 0}, "blocks: at least 1"),
         ({"device": 1}, "no such kernel"),
         ({"rows": -1}, "expected rows >= 0"),
@@ -204,6 +249,15 @@ def test_refusals(emulated, changes, message):
     a = torch.zeros(16, 16, dtype=BF16)
     with pytest.raises((ValueError, RuntimeError), match=message):
         device.extension.cuda_linear_hopper_product(*arguments(a, **changes))
+
+
+def test_a_refused_map_of_a_gated_product_is_for_the_other_kernel(emulated):
+    x, weight = (whole_numbers(n, 264, dtype=BF16, most=1, seed=n) for n in (130, 208))
+    with emulated.without_maps():
+        y, pre = call(emulated, x, weight, None, "gelu", True, None, "first")
+    assert not any("hopper" in launch.kernel for launch in emulated.launches)
+    assert torch.equal(pre, (x.float() @ weight.float().T).bfloat16())
+    assert y.shape == (130, 104)
 
 
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))

@@ -1,7 +1,7 @@
 """`linear` by the `cuda` backend: csrc/cuda/linear.cu; contract in fastbert/ops/linear.py.
 
 A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride
-lies on none, or `in` is no multiple of 8, backward also `out`. float32 and gated activations have no kernels.
+lies on none, or `in` is no multiple of 8, backward also `dy`'s columns. float32 has no kernels.
 
 Where mma.sync has half of the tensor cores' rate (compute capability 9.0 to 11.x), backward's products are
 PyTorch's, and forward calls with many rows go to the next backend, except those that `hopper_product` takes.
@@ -19,7 +19,7 @@ from torch import Tensor
 from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
-from fastbert.ops.activation import CODES
+from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import backward_of, forward_of
 from fastbert.runtime import dispatch
@@ -81,17 +81,22 @@ def product(
     slope_at: Tensor | None = None,
     sums: Tensor | None = None,
     plan: tuple[int, int] | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(c, pre) of (rows, columns); see csrc/cuda/linear.h. `plan`: (rows of a tile, parts of the depth)."""
-    rows, columns, depth = sizes
+    """(c, pre) of (rows, columns); see csrc/cuda/linear.h. `plan`: (rows of a tile, parts of the depth).
+
+    Gated, `sizes` have b's columns, and c half of them.
+    """
+    rows, b_columns, depth = sizes
+    columns = b_columns if gated is None else b_columns // 2
     extension = device.extension
     if plan is None:
         plan = _plan(extension, layout, *sizes, device.multiprocessors(a.device))
     c = a.new_empty(rows, columns)
-    pre = a.new_empty((rows, columns) if save and activation is not None else 0)
-    options = CODES[activation], EXACT_GELU
+    pre = a.new_empty((rows, b_columns) if save and activation is not None else 0)
+    options, gate = (CODES[activation], EXACT_GELU), GATE_CODES[gated]
     partial = a.new_empty(
-        extension.cuda_linear_partial(rows, columns, plan[1], *options), dtype=torch.float32
+        extension.cuda_linear_partial(rows, columns, plan[1], *options, gate), dtype=torch.float32
     )
     with on(a.device):
         extension.cuda_linear_product(
@@ -101,16 +106,20 @@ def product(
             *((0, 0) if residual is None else (address(residual), residual.stride(0))),
             *(0 if slope_at is None else address(slope_at), c.data_ptr(), pre.data_ptr()),
             *(0 if sums is None else sums.data_ptr(), partial.data_ptr(), *plan),
-            *device.place(a.device),
+            *(gate, *device.place(a.device)),
         )
     return c, pre
 
 
-def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+def hopper_serves(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, gated: str | None = None
+) -> bool:
     """Whether `hopper_product` takes this call; x and weight lie in chunks."""
-    sizes = x.shape[0], weight.shape[0], x.shape[1]
+    columns = weight.shape[0] if gated is None else weight.shape[0] // 2
     return (
-        device.extension.cuda_linear_takes_hopper(*sizes, CODES[activation], EXACT_GELU)
+        device.extension.cuda_linear_takes_hopper(
+            *(x.shape[0], columns, x.shape[1], CODES[activation], EXACT_GELU, GATE_CODES[gated])
+        )
         # a tensor map has no rows that overlap
         and min(_row_stride(x), _row_stride(weight)) >= x.shape[1]
         and (bias is None or address(bias) % 4 == 0)
@@ -125,25 +134,29 @@ def hopper_product(
     activation: str | None,
     save: bool,
     blocks: int | None = None,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
 
     At most `blocks` blocks take tiles, by default one per multiprocessor. Where the driver refuses a tensor
     map, `product` makes the product.
     """
-    rows, columns = x.shape[0], weight.shape[0]
+    rows, b_columns = x.shape[0], weight.shape[0]
+    columns = b_columns if gated is None else b_columns // 2
     c = x.new_empty(rows, columns)
-    pre = x.new_empty((rows, columns) if save else 0)
+    pre = x.new_empty((rows, b_columns) if save else 0)
     with on(x.device):
         served = device.extension.cuda_linear_hopper_product(
             *(DTYPE_CODES[x.dtype], rows, columns, x.shape[1]),
             *(address(x), _row_stride(x), address(weight), _row_stride(weight)),
             *(0 if bias is None else address(bias), CODES[activation], False),
             *(c.data_ptr(), pre.data_ptr() if save else 0),
-            *(device.multiprocessors(x.device) if blocks is None else blocks, *device.place(x.device)),
+            *(device.multiprocessors(x.device) if blocks is None else blocks, GATE_CODES[gated]),
+            *device.place(x.device),
         )
     if not served:
-        return product(FORWARD, (rows, columns, x.shape[1]), x, weight, bias, activation, save=save)
+        sizes = rows, b_columns, x.shape[1]
+        return product(FORWARD, sizes, x, weight, bias, activation, save=save, gated=gated)
     return c, pre
 
 
@@ -160,10 +173,16 @@ def add_sums(sums: Tensor, like: Tensor) -> Tensor:
 
 
 def gradient(
-    dy: Tensor, pre: TensorOrNone, activation: str | None, need_g: bool, need_dbias: bool
+    dy: Tensor,
+    pre: TensorOrNone,
+    activation: str | None,
+    need_g: bool,
+    need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
-    rows, out = dy.shape
+    """(the gradient at pre, its column sums); the first is dy itself without an activation."""
+    rows, columns = dy.shape
+    out = columns if gated is None else 2 * columns
     new_g = need_g and activation is not None
     g = dy.new_empty(rows, out) if new_g else dy
     if not (new_g or need_dbias):
@@ -172,20 +191,13 @@ def gradient(
     sums = dy.new_empty((parts, out) if need_dbias else 0, dtype=torch.float32)
     with on(dy.device):
         device.extension.cuda_linear_gradient(
-            *(DTYPE_CODES[dy.dtype], rows, out, address(dy)),
+            *(DTYPE_CODES[dy.dtype], rows, columns, address(dy)),
             # exact: dy has been rounded already
             *(0 if activation is None else address(pre), CODES[activation], True),
-            *(g.data_ptr() if new_g else 0, sums.data_ptr(), parts),
+            *(g.data_ptr() if new_g else 0, sums.data_ptr(), parts, GATE_CODES[gated]),
             *device.place(dy.device),
         )
     return g, add_sums(sums, dy) if need_dbias else dy.new_empty(0)
-
-
-def _following(function: str, x: Tensor, activation: str | None, training: bool):
-    """The next backend's launcher, for calls that the kernels cannot read."""
-    if activation is not None:
-        function += " activation" + (" training" if training else dispatch.rows_kind(x.shape[0]))
-    return dispatch.next_function("cuda", function, x.device, x.dtype)
 
 
 def linear_fwd(
@@ -198,11 +210,7 @@ def linear_fwd(
     panels: Tensor | None = None,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if gated is not None:
-        function = forward_of(activation, save, x.shape[0], gated)
-        following = dispatch.next_function("cuda", function, x.device, x.dtype)
-        return following(x, weight, bias, activation, residual, save, panels, gated)
-    return linear_fwd_with(None, x, weight, bias, activation, residual, save)
+    return linear_fwd_with(None, x, weight, bias, activation, residual, save, gated)
 
 
 def linear_fwd_with(
@@ -213,19 +221,22 @@ def linear_fwd_with(
     activation: str | None,
     residual: Tensor | None,
     save: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
-    if not in_chunks(x, weight):
-        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
-    if plan is None and residual is None and activation is None:
-        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
-    if plan is None and residual is None and hopper_serves(x, weight, bias, activation):
-        return hopper_product(x, weight, bias, activation, save)
-    exact = activation == "gelu" and EXACT_GELU
-    if plan is None and x.shape[0] >= _MANY_ROWS and not exact and device.has_group_products(x.device):
-        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
+    taken = in_chunks(x, weight)
+    if taken and plan is None and residual is None:
+        if hopper_serves(x, weight, bias, activation, gated):
+            return hopper_product(x, weight, bias, activation, save, gated=gated)
+        taken = activation is not None
+    if taken and plan is None and x.shape[0] >= _MANY_ROWS:
+        taken = (activation == "gelu" and EXACT_GELU) or not device.has_group_products(x.device)
+    if not taken:
+        function = forward_of(activation, save, x.shape[0], gated)
+        following = dispatch.next_function("cuda", function, x.device, x.dtype)
+        return following(x, weight, bias, activation, residual, save, None, gated)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
-    return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
+    return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan, gated=gated)
 
 
 def linear_bwd(
@@ -240,11 +251,7 @@ def linear_bwd(
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = need_dx, need_dweight, need_dbias
-    if gated is not None:
-        following = dispatch.next_function("cuda", backward_of(activation, gated), dy.device, dy.dtype)
-        return following(dy, x, weight, pre, activation, *needs, gated)
-    plans = None, None
-    return linear_bwd_with(plans, dy, x, weight, pre, activation, *needs)
+    return linear_bwd_with((None, None), dy, x, weight, pre, activation, *needs, gated)
 
 
 def linear_bwd_with(
@@ -257,19 +264,21 @@ def linear_bwd_with(
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
+    gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`linear_bwd` with given plans for dx and dweight, for tests."""
     given = [t for t, needed in ((dy, True), (weight, need_dx), (x, need_dweight)) if needed]
     given += [] if activation is None else [pre]
-    rows, out = dy.shape
-    if rows == 0 or not in_chunks(*given):
+    if dy.shape[0] == 0 or not in_chunks(*given):
+        following = dispatch.next_function("cuda", backward_of(activation, gated), dy.device, dy.dtype)
         needs = need_dx, need_dweight, need_dbias
-        return _following("linear_bwd", dy, activation, True)(dy, x, weight, pre, activation, *needs)
-    g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+        return following(dy, x, weight, pre, activation, *needs, gated)
+    g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias, gated)
     if plans == (None, None) and (activation is None or device.has_group_products(dy.device)):
         dx, dweight, _ = plain.linear_bwd(g, x, weight, None, None, need_dx, need_dweight, False)
         return dx, dweight, dbias
     dx = dweight = None
+    rows, out = g.shape
     if need_dx:
         sizes = rows, weight.shape[1], out
         dx, _ = product(INPUTS, sizes, g, weight, plan=plans[0])
