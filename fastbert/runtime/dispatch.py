@@ -132,8 +132,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # Parts of the depth, so that all multiprocessors read the weight, and a second launch to add them.
         "linear activation few half": ("cuda", "triton", "aten", "reference"),
         "linear activation some half": ("cuda", "triton", "aten", "reference"),
-        # The product's columns, twice as many as the result's, are not written and read in between. Which of the
-        # two is faster, no GPU has said: the loops are those of plain activations.
+        # The product's columns, twice as many as the result's, are not written and read in between. The loops
+        # are those of plain activations; which of the two backends is faster has not been measured.
         "linear gated half": ("cuda", "triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
