@@ -1,10 +1,11 @@
-"""Attention with ModernBERT's window and a training step of ModernBERT-base, by CUDA C++ and by Triton.
+"""ModernBERT's window, gated product and training step, by CUDA C++ and by Triton.
 
     python bench/gpu/queue/window_backward.py --json FILE [--budget SECONDS] [--device cpu]
 
 At 8 x 512 tokens in bf16: forward and backward of attention with 12 heads of 64, with the window of 64 keys
-on both sides and without; then a step (forward and backward under autocast) of ModernBERT-base. Backends are
-interleaved. On a CPU tiny sizes are timed, by the backends there.
+on both sides and without; the gated product of 768 by 2,304 in inference, and with its backward; then a step
+(forward and backward under autocast) of ModernBERT-base by each attention. Backends are interleaved. On a CPU
+tiny sizes are timed, by the backends there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bench.lib import training, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
 from bench.lib.timing import interleave  # noqa: E402
 from fastbert.ops import attention as op  # noqa: E402
+from fastbert.ops.linear import linear  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 WINDOWS = {"window": (64, 64), "all": (-1, -1)}
@@ -40,6 +42,19 @@ def attention(lengths: tuple[int, ...], window: tuple[int, int], device: torch.d
     def call() -> None:
         out = op.attention(*qkv.unbind(1), ends, max(lengths), window=window)
         torch.autograd.grad(out, qkv, dout)
+
+    return call
+
+
+def gated(rows: int, training: bool, device: torch.device) -> Callable[[], None]:
+    """ModernBERT-base's first product of a feed-forward block, and its backward in training."""
+    x, weight = (torch.randn(n, 768, device=device).bfloat16().requires_grad_(training) for n in (rows, 2304))
+    dy = torch.randn(rows, 1152, device=device).bfloat16()
+
+    def call() -> None:
+        y = linear(x, weight, activation="gelu", gated="first")
+        if training:
+            torch.autograd.grad(y, (x, weight), dy)
 
     return call
 
@@ -64,9 +79,12 @@ def rows(device: torch.device, samples: int) -> Iterator[dict]:
     lengths, backends = ((40, 8), ("cpu", "aten")) if tiny else ((512,) * 8, ("cuda", "triton"))
     model = workloads.TINY if tiny else workloads.MODERNBERT
     calls = {f"attention-{name}": attention(lengths, sides, device) for name, sides in WINDOWS.items()}
+    for name in ("inference", "training"):
+        calls[f"linear-{name}"] = gated(sum(lengths), name == "training", device)
     calls[f"step-{model.name}"] = step(lengths, model, device)
     for name, call in calls.items():
-        pinned = {b: functools.partial(dispatch.use_backend, attention=b) for b in backends}
+        pinned_op = "linear" if name.startswith("linear") else "attention"
+        pinned = {b: functools.partial(dispatch.use_backend, **{pinned_op: b}) for b in backends}
         timed = interleave(
             dict.fromkeys(backends, call), device, within=pinned, seconds=2.0, samples=(samples, 20 * samples)
         )
