@@ -2,8 +2,8 @@
 
 A small encoder remembers a random table: a text is a key and a number, and the label is their entry. So the
 weights hold about as much as they can, and rounding them to 4 bits loses answers. Then training continues
-from the same weights, with rounding (`fastbert.compression.qat`) and, for comparison, without. Each seed has its
-own table and model.
+from the same weights, with rounding (`fastbert.compression.qat`) and, for comparison, without. Each seed has
+its own table and model.
 
     python bench/quantization.py [--seeds 5] [--json FILE] [--figure FILE.png]
 
