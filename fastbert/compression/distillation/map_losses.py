@@ -129,7 +129,8 @@ class _AttentionKL(torch.autograd.Function):
         count = (batch.cu_seqlens[-1] * student_q.shape[1]).clamp(min=1)
         if any(ctx.needs_input_grad[:2]):
             ctx.student, ctx.teacher, ctx.count = student, teacher, count
-            ctx.save_for_backward(student.keys - seen)
+            # the inputs lead a second derivative to its error
+            ctx.save_for_backward(student.keys - seen, student_q, student_k)
         return found.sum() / count
 
     @staticmethod
@@ -158,13 +159,13 @@ class _SquaredDistance(torch.autograd.Function):
             loss, dq, dk = _by_blocks(*args, allowed)
         else:
             loss, dq, dk = _by_grams(*args)
-        ctx.save_for_backward(2 * scale * dq, 2 * dk)
+        ctx.save_for_backward(2 * scale * dq, 2 * dk, q, k)
         return loss
 
     @staticmethod
     @checks.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        dq, dk = ctx.saved_tensors
+        dq, dk = ctx.saved_tensors[:2]
         return dloss * dq, dloss * dk, None, None, None
 
 
