@@ -8,11 +8,17 @@ remember. Each seed trains its own model, on texts and a table of its own.
     python bench/pruning.py [--seeds 5] [--json FILE] [--figure FILE.png]
 
 A row has the accuracy of one seed's whole model and at each share, for one unit and score.
+
+    python bench/pruning.py --learned [--seeds 5] [--json FILE]
+
+The model is fine-tuned to another table, and single weights become zeros meanwhile: those of the smallest
+size, or those that movement pruning finds. Both have the same texts, steps, learning rate and cubic schedule.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +36,10 @@ import fastbert  # noqa: E402
 from bench.lib import machine  # noqa: E402
 from bench.lib.report import Report  # noqa: E402
 from fastbert.analysis.measures import Measure  # noqa: E402
+from fastbert.compression import shrink  # noqa: E402
+from fastbert.compression.movement import Movement, MovementPruning  # noqa: E402
 from fastbert.compression.scores import SCORES  # noqa: E402
+from fastbert.layers.modules import part  # noqa: E402
 from fastbert.tasks.examples import Examples  # noqa: E402
 
 KEYS, NUMBERS, VALUES = 12, 12, 6
@@ -52,6 +61,9 @@ CONFIG = {
 STEPS, BATCH, LEARNING_RATE = 3000, 128, 1e-3
 # Training ends at this accuracy of the last steps
 LEARNED = 0.995
+# Of `--learned`: steps and learning rate of the fine-tuning, and the shares that become zeros
+LEARNED_STEPS, LEARNED_RATE = 600, 3e-4
+LEARNED_SHARES = (0.0, 0.7, 0.85, 0.95)
 SHARES = tuple(i / 10 for i in range(1, 10))
 UNITS = ("heads", "neurons")
 
@@ -87,6 +99,11 @@ def examples(draw: np.random.Generator, table: np.ndarray, count: int, texts: Te
     return Examples(flat, starts, none, none, none.astype(np.int8), none, labels)
 
 
+def rise_and_fall(step: int, steps: int) -> float:
+    """The factor of the learning rate."""
+    return min(1, (step + 1) / 100) * (1 - step / steps)
+
+
 def trained(
     seed: int, texts: Texts = texts, **config: int
 ) -> tuple[fastbert.BertForSequenceClassification, int]:
@@ -103,7 +120,7 @@ def trained(
     draw, table, right = np.random.default_rng([seed, 0]), table_of(seed), 0.0
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 100) * (1 - step / STEPS)
+            group["lr"] = LEARNING_RATE * rise_and_fall(step, STEPS)
         ids, labels = map(torch.from_numpy, texts(draw, table, BATCH))
         out = model(input_ids=ids, labels=labels)
         optimizer.zero_grad()
@@ -135,6 +152,56 @@ def curves(seed: int) -> Iterator[dict[str, Any]]:
             **{"unit": unit, "score": score, "seed": seed, "trained_steps": steps},
             "shares": [0, *SHARES],
             "accuracy": [whole, *(accuracy(each, measured) for each in pruned)],
+        }
+
+
+def tuned(
+    model: fastbert.BertForSequenceClassification, seed: int, share: float, score: str
+) -> fastbert.BertForSequenceClassification:
+    """The model, fine-tuned to another table while this share of its layers' weights becomes zeros."""
+    model = copy.deepcopy(model).train()
+    pruning = MovementPruning(model, LEARNED_STEPS, Movement(keep=1 - share))
+    layers = model.base_model.layer_list()
+    matrices = [part(layer, path).weight for layer in layers for path in shrink.paths(layer.form)]
+
+    @torch.no_grad()
+    def by_size() -> None:
+        for scores, matrix in zip(pruning.scores, matrices, strict=True):
+            scores.copy_(matrix.abs())
+
+    rates = {"weights": LEARNED_RATE, "scores": pruning.options.lr}
+    groups = [
+        {"params": model.parameters(), "of": "weights"},
+        {"params": pruning.scores, "of": "scores", "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, LEARNED_RATE, weight_decay=0.01)
+    draw, table = np.random.default_rng([seed, 4]), table_of(seed + 1000)
+    for step in range(LEARNED_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = rates[group["of"]] * rise_and_fall(step, LEARNED_STEPS)
+        if score == "magnitude":
+            by_size()
+        ids, labels = map(torch.from_numpy, texts(draw, table, BATCH))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        pruning.step()
+    if score == "magnitude":
+        by_size()
+    return pruning.finish().model.eval()
+
+
+def learned_curves(seed: int) -> Iterator[dict[str, Any]]:
+    """A row per way of choosing: the accuracies of one seed's fine-tuned models, the whole first."""
+    model, steps = trained(seed)
+    measured = examples(np.random.default_rng([seed, 5]), table_of(seed + 1000), 1000)
+    for score in ("magnitude", "movement"):
+        found = [accuracy(tuned(model, seed, share, score), measured) for share in LEARNED_SHARES]
+        yield {
+            **{"step": "pruning", "name": f"pruning-weights-{score}-{seed}", "status": "ok"},
+            **{"unit": "weights", "score": score, "seed": seed, "trained_steps": steps},
+            "shares": [*LEARNED_SHARES],
+            "accuracy": found,
         }
 
 
@@ -170,13 +237,16 @@ def main() -> int:
     """Train, prune, print and write."""
     parser = argparse.ArgumentParser(prog="bench/pruning.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser.add_argument("--learned", action="store_true", help="zeros that are chosen while a model learns")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
     args = parser.parse_args()
-    report = Report(args.json, {"seeds": args.seeds}, None, line)
+    if args.learned and args.figure is not None:
+        parser.error("--figure: is of heads and neurons; expected none with --learned")
+    report = Report(args.json, {"seeds": args.seeds, "learned": args.learned}, None, line)
     report.data["environment"] = machine.describe(torch.device("cpu"))
     for seed in range(args.seeds):
-        for row in curves(seed):
+        for row in learned_curves(seed) if args.learned else curves(seed):
             report.row(row)
     report.data["finished"] = True
     report.save()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastbert.compression import shrink
-from fastbert.compression.pruning import Pruned, chosen
+from fastbert.compression.pruning import Pruned, chosen, smallest
 from fastbert.compression.size import size_of
 from fastbert.finetuning.losses import Method, TaskLosses
 from fastbert.finetuning.settings import Settings
@@ -356,8 +356,8 @@ class MovementPruning(nn.Module):
 
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Ones for the `count` largest scores, zeros for the rest."""
-    places = scores.flatten().topk(count).indices
-    return torch.zeros_like(scores).flatten().index_fill_(0, places, 1).view_as(scores)
+    rest = smallest(scores.flatten(), scores.numel() - count)
+    return torch.where(rest, 0.0, 1.0).to(scores.dtype).view_as(scores)
 
 
 class MovementLosses(TaskLosses):

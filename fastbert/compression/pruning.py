@@ -144,10 +144,10 @@ def _zero(model: PreTrainedModel, share: float) -> float:
     if not sum(t.numel() for t in every):
         return 0.0
     sizes = torch.cat([t.abs().flatten() for t in every])
+    sizes = sizes.to(torch.promote_types(sizes.dtype, torch.float32))
     if not sizes.isfinite().all():
         raise ValueError("weights: expected finite weights")
-    gone = torch.zeros_like(sizes, dtype=torch.bool)
-    gone[sizes.argsort(stable=True)[: round(share * len(sizes))]] = True
+    gone = smallest(sizes, round(share * len(sizes)))
     for t, own in zip(every, gone.split([t.numel() for t in every]), strict=True):
         t.masked_fill_(own.view_as(t), 0)
     return sum(int((t == 0).sum()) for t in every) / len(sizes)
@@ -198,6 +198,15 @@ def _scores(
             f"examples: expected Examples (`tokenized` makes them), got {type(examples).__name__}"
         )
     return scores.taylor(model, examples, pooling=pooling)
+
+
+def smallest(values: Tensor, count: int) -> Tensor:
+    """Which of `values` (n,) are the `count` smallest, (n,) bool; of equal ones the first."""
+    if not count:
+        return torch.zeros_like(values, dtype=torch.bool)
+    largest = values.kthvalue(count).values
+    below, equal = values < largest, values == largest
+    return below | (equal & (equal.cumsum(0) <= count - below.sum()))
 
 
 def chosen(units: list[Tensor], share: float, multiple: int = 1) -> dict[int, list[int]]:

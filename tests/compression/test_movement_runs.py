@@ -6,18 +6,21 @@ import json
 
 import pytest
 import torch
+import transformers
 
 import fastbert
 from fastbert.compression import shrink
-from fastbert.compression.movement import Movement
+from fastbert.compression.movement import Movement, MovementPruning
 from fastbert.finetuning.run import finetune
 from fastbert.layers.modules import part
 from fastbert.training import loop
 from fastbert.training.loop import TrainingError
 from fastbert.training.parallel import Parallel
 from tests.finetuning.conftest import memory, model, one_thread, tmp_path  # noqa: F401
+from tests.support.model_pairs import build
 from tests.support.ranks import together
 from tests.support.rule_tasks import digests, quick, stopped, written
+from tests.support.trainers import trainer_of, word_tokenizer
 
 OPTIONS = {"lr": 2e-3, "epochs": 4, "batch_size": 8}
 RUNS = {
@@ -97,3 +100,30 @@ def test_bad_runs(tmp_path, model, data):  # noqa: F811
             quick("csv", model, data, tmp_path / name, method=Movement(), **{name: value})
     with pytest.raises(ValueError, match="head: expected the usual head"):
         quick("csv", model, data, tmp_path / "mix", method=Movement(), head_mix=True)
+
+
+class _Noting(transformers.TrainerCallback):
+    """Calls `step` of a pruning after each step of a Trainer."""
+
+    def __init__(self, pruning):
+        self.pruning = pruning
+
+    def on_step_end(self, *_, **__):
+        self.pruning.step()
+
+
+def test_transformers_trainer(tmp_path, fresh_accelerator):  # noqa: F811
+    ours = build("bert", "ForSequenceClassification", num_labels=3)[1]
+    pruning = MovementPruning(ours, 8, Movement(keep=0.3))
+    trainer = trainer_of(ours, tmp_path, word_tokenizer((f"w{i}" for i in range(115)), 48))
+    scores = {"params": pruning.scores, "lr": 1e-2, "weight_decay": 0.0}
+    trainer.optimizer = torch.optim.AdamW([{"params": ours.parameters()}, scores], lr=1e-3)
+    trainer.add_callback(_Noting(pruning))
+    trainer.train()
+    assert pruning.step_number == 8
+    assert all(scores.abs().max() > 1e-3 for scores in pruning.scores)
+    masked = trainer.evaluate()["eval_loss"]
+    trainer.model = pruning.finish().model
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(masked, rel=1e-6)
+    weight = part(trainer.model.base_model.layer_list()[0], "output.dense").weight
+    assert int((weight != 0).sum()) == round(0.3 * weight.numel())

@@ -130,6 +130,11 @@ def test_the_smallest_weights_of_all_layers_become_zeros(family):
     both_ways = fastbert.prune(ours, heads={0: [0]} if family != "eurobert" else {}, weights=0.7)
     assert both_ways.zeros == pytest.approx(0.7, abs=1e-4)
     assert fastbert.prune(ours, weights=0).zeros == 0
+    with torch.no_grad():
+        for key in of_layers:
+            ours.get_parameter(key).clamp_(-1e-3, 1e-3)
+    equal = fastbert.prune(ours, weights=0.4).zeros
+    assert equal == pytest.approx(0.4, abs=1e-4)
     assert fastbert.prune(ours, heads={}).zeros is None
 
 

@@ -28,7 +28,7 @@ BAD = [
     *(("random_init", value) for value in ("yes", 1, None)),
     *(("decay_to_start", value) for value in ("yes", 1, None)),
     *(("eps", value) for value in (-1e-8, NAN)),
-    *(("mixout", value) for value in (-0.1, 1.0, NAN, True)),
+    *((name, value) for name in ("layerdrop", "mixout") for value in (-0.1, 1.0, NAN, True)),
     *((name, value) for name in ("optimizer", "mixout_mask") for value in ("lamb", None)),
     *((name, value) for name in ("freelb", "smart") for value in (3, "yes")),
     *(("qat", value) for value in ("int2", 8, True)),
@@ -56,7 +56,7 @@ def test_arguments(tmp_path, model, data, name, value):
     [
         *(
             {"freeze": True, name: value}
-            for name, value in (("reinit", 1), ("layer_decay", 0.9), ("mixout", 0.5))
+            for name, value in (("reinit", 1), ("layer_decay", 0.9), ("layerdrop", 0.5), ("mixout", 0.5))
         ),
         *({"freeze": True, name: True} for name in ("random_init", "decay_to_start", "freelb", "smart")),
         {"reinit": 1, "random_init": True},
