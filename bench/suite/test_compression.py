@@ -17,13 +17,15 @@ pytestmark = pytest.mark.cpu
 # kind -> its candidates; ONNX Runtime's time is that of zeros, whatever is pruned
 CANDIDATES = dict.fromkeys(compression.KINDS, compression.ENGINES)
 CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = CANDIDATES[compression.EXIT] = compression.ENGINES[:4]
+CANDIDATES["power-bert"] = compression.ENGINES
 
 
 def cases() -> Iterator[object]:
     """(kind, model, workload, candidate)."""
     for kind, candidates in CANDIDATES.items():
         for candidate in candidates:
-            yield pytest.param(kind, "base", "8x128", candidate, marks=[pytest.mark.long])
+            workload = "8x256" if kind == "power-bert" else "8x128"
+            yield pytest.param(kind, "base", workload, candidate, marks=[pytest.mark.long])
 
 
 @pytest.mark.parametrize(("kind", "model", "workload", "candidate"), list(cases()))

@@ -116,7 +116,7 @@ class Call:
     def shrink(self, x: Tensor, kept: Kept, rows: Tensor) -> None:
         """Continue with the rows of `x` that a layer has kept of its input."""
         if self.eliminated is not None:
-            self.eliminated.leave(x, rows)
+            self.eliminated.steps.append((x, rows))
         self.batch = smaller(self.batch, kept, rows)
 
     def keep(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:

@@ -118,28 +118,25 @@ def smaller(batch: PackedBatch, kept: Kept, rows: Tensor) -> PackedBatch:
 class Eliminated:
     """The tokens that have left the layers of a call, with their last states.
 
-    Args:
-        total: the number of tokens before the first layer.
+    Nothing is computed before `restored`: between the layers of a call on a CPU, PyTorch's own operations
+    have no threads (`fastbert.ops.encoder_layer.open_team`).
     """
 
-    def __init__(self, total: int):
-        self.total = total
-        # The rows before the first layer of those that are still there; None for all
-        self.rows: Tensor | None = None
-        self.gone: list[tuple[Tensor, Tensor]] = []
-
-    def leave(self, x: Tensor, rows: Tensor) -> None:
-        """Take the last states of those rows of a layer's input `x` that are not among the kept `rows`."""
-        left = torch.ones(x.shape[0], dtype=torch.bool, device=x.device).index_fill(0, rows, False)
-        others = torch.nonzero_static(left, size=x.shape[0] - rows.shape[0]).squeeze(1)
-        before = self.rows
-        self.gone.append((x.index_select(0, others), others if before is None else before[others]))
-        self.rows = rows if before is None else before[rows]
+    def __init__(self) -> None:
+        # The input of each layer that kept fewer tokens, and which of its rows it kept
+        self.steps: list[tuple[Tensor, Tensor]] = []
 
     def restored(self, x: Tensor) -> Tensor:
         """The states of all tokens: (kept, hidden) -> (total, hidden)."""
-        if self.rows is None:
+        if not self.steps:
             return x
-        rows = torch.cat([*(rows for _, rows in self.gone), self.rows])
-        states = torch.cat([*(states for states, _ in self.gone), x])
-        return torch.empty_like(states).index_copy(0, rows, states)
+        total, device = self.steps[0][0].shape[0], x.device
+        there, places, states = torch.arange(total, device=device), [], []
+        for before, rows in self.steps:
+            left = torch.ones(len(before), dtype=torch.bool, device=device).index_fill(0, rows, False)
+            others = torch.nonzero_static(left, size=len(before) - len(rows)).squeeze(1)
+            places.append(there.index_select(0, others))
+            states.append(before.index_select(0, others))
+            there = there.index_select(0, rows)
+        found = torch.cat([*states, x])
+        return torch.empty_like(found).index_copy(0, torch.cat([*places, there]), found)

@@ -193,7 +193,7 @@ def run_encoder(
         if schedule is not None:
             kept = kept_of(schedule, packed.known_lengths(), x.device)
             call.kept = kept if any(kept[: len(kept) - skips]) else ()
-            call.eliminated = None if skips else Eliminated(x.shape[0])
+            call.eliminated = None if skips else Eliminated()
         if beside is not None:
             call.after_first = functools.partial(beside.beside, packed, x, seed)
         if want_states:
