@@ -1,5 +1,5 @@
 // A forward product with bias and activation on compute capability 9.0: c = act(a bT + bias), or with a gate
-// c = act(y) z, where [y, z] = a bT + bias are the activated columns and the others.
+// c = act(y) z, where [y, z] = a bT + bias are the activated columns and their partners.
 //
 // Tiling     A block per multiprocessor owns tiles of 128 x 192 of c, one after another; they go down
 //            kGroupRows row tiles before the next column tile. Two warp groups take them in turns, each with

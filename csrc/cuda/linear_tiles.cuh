@@ -1,7 +1,7 @@
 // A product of 16-bit matrices with bias, activation and residual, or with an activation's derivative.
 //
 // Math       c = act(a b + bias) + residual, or c = (a b) act'(slope_at) with the sums of its columns. With a
-//            gate [y, z] = a b + bias are the activated columns and the others, and c = act(y) z + residual.
+//            gate [y, z] = a b + bias are the activated columns and their partners: c = act(y) z + residual.
 // Tiling     A block of 4 warps owns kTileRows x 128 of c and a part of the depth. Tiles of 128 rows: a warp
 //            has 64 x 64, steps of depth 32, 3 slots. Fewer rows: kTileRows x 32, depth 64, 4 slots, or kDeep
 //            where a block has a multiprocessor to itself: what it waits for is the weight, and twice as much
