@@ -139,6 +139,28 @@ def test_a_cached_teacher_says_the_same(places, tmp_path, recipe):
             assert line == pytest.approx(other, rel=1e-4)
 
 
+def test_a_phase_begins_where_the_previous_ended(places, tmp_path):
+    student = fastbert.EncoderConfig(**{**SIZES, "num_hidden_layers": 1})
+    apart = []
+    for lr in (1e-9, 3e-3):
+        output = tmp_path / str(lr)
+        found = distil(places, "tinybert-task", student, output, lr=[lr, 1e-9], epochs=[9, 0.2])
+        ids = torch.tensor([load_tokenizer(output).encode("the red cat sees dog").ids])
+        with torch.no_grad():
+            a, b = (
+                m(ids, output_hidden_states=True).hidden_states[-1] for m in (found.student, found.teacher)
+            )
+        apart.append((a - b).square().mean())
+    assert apart[1] < 0.7 * apart[0]
+
+
+def test_a_cache_keeps_half_precision(places, tmp_path):
+    options = {"epochs": 1, "dtype": "bf16"}
+    distil(places, "kd", [0], tmp_path / "live", **options)
+    distil(places, "kd", [0], tmp_path / "stored", cache=tmp_path / "cache", **options)
+    assert logged(tmp_path / "live") == logged(tmp_path / "stored")
+
+
 def test_a_stale_cache_is_refused(places, tmp_path):
     options = {"cache": tmp_path / "cache", "epochs": 1}
     distil(places, "kd", [0], tmp_path / "a", **options)
@@ -232,6 +254,9 @@ def test_a_student_may_be_a_model_or_a_file(places, tmp_path):
     same = [torch.allclose(m.classifier.weight, whole.classifier.weight) for m in found.values()]
     assert same == [True, True, False]
     assert all(m.num_parameters() == whole.num_parameters() for m in found.values())
+    lstm = distil(places, "bilstm", "bilstm", tmp_path / "lstm", epochs=0.1, lr=1e-9).student
+    words = (m.weight for m in (lstm.embeddings, whole.get_input_embeddings()))
+    assert torch.allclose(*words)
 
 
 def test_layers_are_matched_in_equal_steps():

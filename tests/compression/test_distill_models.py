@@ -121,6 +121,30 @@ def test_only_the_student_and_maps_learn():
     assert 0 < alone < whole
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Electra", "ModernBert", "Albert"])
+@pytest.mark.parametrize(
+    "weights",
+    [("attention", "values"), ("queries", "keys", "values"), ("embeddings", "hidden", "scores"), ("hidden",)],
+)
+def test_what_no_loss_reads_is_frozen(kind, weights):
+    """And all else has a gradient, as ddp demands."""
+    kind, more = getattr(fastbert, f"{kind}Model"), {}
+    if kind in (fastbert.AlbertModel, fastbert.ElectraModel):
+        more = {"embedding_size": 16}
+    elif kind is fastbert.ModernBertModel:
+        more = {"layer_types": ["full_attention"] * 3, "pad_token_id": 0}
+    model_type = kind.model_type or "bert"
+    teacher, student = (model(3, seed, kind=kind, model_type=model_type, **more) for seed in (1, 2))
+    pairs = [(2, 2), (3, 3)] if "hidden" in weights else [(3, 3)]
+    module = Distilled(student, teacher.eval(), dict.fromkeys(weights, 1.0), pairs)
+    torch.stack([*module(batch())[0].values()]).sum().backward()
+    for name, p in student.named_parameters():
+        assert p.requires_grad == (p.grad is not None), name
+    frozen = {name for name, p in student.named_parameters() if not p.requires_grad}
+    assert len(frozen) < len([*student.parameters()]) / 2
+    assert any("pooler" in name for name in frozen) or kind is not fastbert.BertModel
+
+
 def test_relations_split_the_width_by_their_own_heads():
     teacher, student = model(2, 1).eval(), model(1, 2, hidden_size=32, num_attention_heads=2).eval()
     inputs = batch(lengths=(6,), labels=(0,))

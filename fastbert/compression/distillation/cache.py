@@ -43,9 +43,9 @@ class Cached:
         # A worker maps the file itself
         return Cached, (self.path, self.starts)
 
-    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    def rows(self, numbers: np.ndarray) -> dict[str, Tensor]:
         """name -> the rows of some examples, in this order."""
-        return {name: t[_places(name, numbers, self.starts)].numpy() for name, t in self.tensors.items()}
+        return {name: t[_places(name, numbers, self.starts)] for name, t in self.tensors.items()}
 
 
 def _of_examples(name: str) -> bool:

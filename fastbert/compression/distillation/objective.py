@@ -7,7 +7,7 @@ optimizer's state and is in no checkpoint. With a cache its outputs are inputs o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from fastbert.compression.distillation.reading import Read, read
 from fastbert.compression.distillation.recipes import READS
 from fastbert.compression.distillation.theseus import Replacing
 from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
+from fastbert.models.encoder import projection_of
 from fastbert.models.heads.masked_lm import MaskedLMModel
 from fastbert.models.labels import IGNORED
 from fastbert.ops.cross_entropy import cross_entropy
@@ -70,6 +72,8 @@ class Distilled(Losses):
             if name in self.weights and widths[0] != widths[1]:
                 self.maps[name] = nn.Linear(*widths, bias=False)
         self.wanted = wanted(self.weights, self.pairs, student, teacher)
+        if "logits" not in self.wanted[0] and not isinstance(student, MaskedLMModel):
+            freeze_above(student, self.wanted[0])
         self._words = "kd" in self.weights and isinstance(student, MaskedLMModel)
 
     @property
@@ -84,7 +88,8 @@ class Distilled(Losses):
             if self.replacing is not None and self.training:
                 held.enter_context(self.replacing.mixed())
             of_student = read(self.student, own, self.wanted[0])
-        taught = Read(cached)
+        device = own["input_ids"].device
+        taught = Read({name: t.to(device) for name, t in cached.items()})
         if not cached and (self.wanted[1] or self._words):
             with torch.no_grad():
                 taught = read(self.teacher, of_teacher, self.wanted[1])
@@ -165,6 +170,29 @@ class Distilled(Losses):
 def depth_of(model: Any) -> int:
     """The number of layers; 0 of a BiLSTM, which has none to compare."""
     return len(model.base_model.layer_list()) if isinstance(model, PreTrainedModel) else 0
+
+
+def freeze_above(student: Any, names: Collection[str]) -> None:
+    """Freeze the parameters above all that is read of a student, because ddp waits for their gradients.
+
+    Args:
+        student: an encoder, or a model with a head.
+        names: of `reading.py`, without "logits".
+    """
+    encoder = student.base_model
+    layers, family = encoder.layer_list(), encoder.family
+    last = max(int(name.rpartition(".")[2]) for name in names)
+    whole = [part(encoder, family.embeddings), projection_of(encoder, family), *layers[:last]]
+    if last and not {f"states.{last}", f"first.{last}"} & {*names}:
+        # Of the top layer only queries, keys and values are read
+        top, of = whole.pop(), layers[last - 1].form
+        paths = {of.names.query, of.names.key, of.names.value, *of.names.norms[: int(of.pre_norm)]}
+        whole += [part(top, path) for path in paths]
+    elif last == len(layers) and family.final_norm is not None:
+        whole.append(part(encoder, family.final_norm))
+    learning = {id(p) for module in whole if module is not None for p in module.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(id(p) in learning)
 
 
 def pairs_of(

@@ -96,9 +96,9 @@ class Recipe:
 
 
 # Rogers et al. 2020, "A Primer in BERTology", table 1: times smaller, share of the score, times faster
-_PRIMER = "{}: {} x smaller, {}% of the score{} of {} (Rogers et al. 2020)"
+_PRIMER = "{}: {} x smaller{}, {}% of the score of {} (Rogers et al. 2020)"
 _TINYBERT = (
-    _PRIMER.format("TinyBERT-4", 7.5, 96, ", 9.4 x faster", "BERT-base"),
+    _PRIMER.format("TinyBERT-4", 7.5, ", 9.4 x faster", 96, "BERT-base"),
     "TinyBERT-4: GLUE 77.0 of 79.5 (Jiao et al. 2019)",
 )
 _LAYERS = {"embeddings": 1.0, "hidden": 1.0, "scores": 1.0}
@@ -109,14 +109,14 @@ RECIPES = {
         (Phase({"kd": 0.5, "task": 0.5}, 5e-5, 3),),
         temperature=2.0,
         published=(
-            _PRIMER.format("PD-6, pre-trained distillation", 1.6, 98, ", 2.5 x faster", "BERT-large"),
+            _PRIMER.format("PD-6, pre-trained distillation", 1.6, ", 2.5 x faster", 98, "BERT-large"),
         ),
     ),
     "bilstm": Recipe(
         "Tang et al. 2019, Distilling Task-Specific Knowledge from BERT into Simple Neural Networks",
         TASK,
         (Phase({"logits": 1.0}, 1e-3, 20),),
-        published=(_PRIMER.format("BiLSTM", 110, 91, ", 434 x faster", "BERT-large"),),
+        published=(_PRIMER.format("BiLSTM", 110, ", 434 x faster", 91, "BERT-large"),),
     ),
     "pkd": Recipe(
         "Sun et al. 2019, Patient Knowledge Distillation for BERT Model Compression",
@@ -125,8 +125,8 @@ RECIPES = {
         temperature=10.0,
         matched="inner",
         published=(
-            _PRIMER.format("PKD-6", 1.6, 97, ", 1.9 x faster", "BERT-base"),
-            _PRIMER.format("PKD-3", 2.4, 92, ", 3.7 x faster", "BERT-base"),
+            _PRIMER.format("PKD-6", 1.6, ", 1.9 x faster", 97, "BERT-base"),
+            _PRIMER.format("PKD-3", 2.4, ", 3.7 x faster", 92, "BERT-base"),
         ),
     ),
     "tinybert-task": Recipe(
@@ -140,7 +140,7 @@ RECIPES = {
         TASK,
         (Phase({"task": 1.0}, 2e-5, 3, replacing=True), Phase({"task": 1.0}, 2e-5, 3)),
         published=(
-            _PRIMER.format("Theseus-6", 1.6, 98, "", "BERT-base"),
+            _PRIMER.format("Theseus-6", 1.6, "", 98, "BERT-base"),
             "Theseus-6: MNLI 82.1 of 83.5 (Xu et al. 2020)",
         ),
     ),
@@ -152,7 +152,7 @@ RECIPES = {
         temperature=2.0,
         matched="last",
         masks=True,
-        published=(_PRIMER.format("DistilBERT-6", 2.5, 90, ", 1.6 x faster", "BERT-base"),),
+        published=(_PRIMER.format("DistilBERT-6", 2.5, ", 1.6 x faster", 90, "BERT-base"),),
     ),
     "tinybert": Recipe(
         "Jiao et al. 2019, TinyBERT, general distillation",

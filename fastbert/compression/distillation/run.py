@@ -199,7 +199,7 @@ def distill(
             say=say,
         )
         last = trainer.run().last
-        trained = built[len(phases) - 1].student.eval()
+        trained = built[len(phases) - 1].student.requires_grad_(True).eval()
         scores: dict[str, Any] = {}
         with parallel.alike():
             if parallel.is_first:
