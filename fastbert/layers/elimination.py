@@ -87,24 +87,28 @@ def kept_of(
     )
 
 
-def most_received(received: Tensor, batch: PackedBatch, kept: Kept) -> Tensor:
-    """The rows of the kept tokens, ascending: (kept.total,) int64. The host waits for no device.
+def ranks_of(received: Tensor, batch: PackedBatch) -> Tensor:
+    """Each token's rank in its sequence: 0 for the first, then by what it received, among equals the earlier.
+
+    (batch, max_seqlen) int64; cells past a sequence's length rank last. The host waits for no device.
 
     Args:
         received: (total,), as `fastbert.ops.attention_received` returns it.
         batch: where the sequences are.
     """
-    lengths, counts = batch.cu_seqlens.diff(), kept.cu_seqlens.diff()
-    position = torch.arange(batch.max_seqlen, device=received.device)
-    grid = to_grid(received, batch.cu_seqlens, batch.max_seqlen)
-    grid = grid.masked_fill(position >= lengths[:, None], -1.0)
-    grid = grid.masked_fill(position == 0, torch.inf).nan_to_num(torch.inf)
-    order = grid.argsort(dim=1, descending=True, stable=True)
-    chosen = torch.zeros_like(order, dtype=torch.bool)
-    chosen.scatter_(1, order, position < counts[:, None])
-    rows = batch.cu_seqlens[:-1].long()[:, None] + position
-    cells = torch.nonzero_static(chosen.flatten(), size=kept.total).squeeze(1)
-    return rows.flatten().index_select(0, cells)
+    place = torch.arange(batch.max_seqlen, device=received.device)
+    grid = to_grid(received, batch.cu_seqlens, batch.max_seqlen).nan_to_num(torch.inf)
+    grid = grid.masked_fill(place >= batch.cu_seqlens.diff()[:, None], -1.0)
+    order = grid.masked_fill(place == 0, torch.inf).argsort(dim=1, descending=True, stable=True)
+    return torch.empty_like(order).scatter_(1, order, place.expand_as(order))
+
+
+def most_received(received: Tensor, batch: PackedBatch, kept: Kept) -> Tensor:
+    """The rows of the kept tokens, ascending: (kept.total,) int64. Arguments as of `ranks_of`."""
+    chosen = ranks_of(received, batch) < kept.cu_seqlens.diff()[:, None]
+    place = torch.arange(batch.max_seqlen, device=received.device)
+    rows = batch.cu_seqlens[:-1].long()[:, None] + place
+    return rows.flatten()[torch.nonzero_static(chosen.flatten(), size=kept.total).squeeze(1)]
 
 
 def smaller(batch: PackedBatch, kept: Kept, rows: Tensor) -> PackedBatch:

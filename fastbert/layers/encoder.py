@@ -275,6 +275,8 @@ def after_attention(
     following = parts.intermediate if parts.feed is None else None
     how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, following
     x, rounded = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)
+    if asked.taps is not None:
+        x, rounded = asked.taps.attended(asked.number, x, batch), None
     return feed_forward(form, parts, x, batch, asked, rounded)
 
 

@@ -31,6 +31,13 @@ class Taps:
         """The output of attention, (total, nheads, headdim), after gate and dropout."""
         return context
 
+    def attended(self, layer: int, attended: Tensor, sequences: PackedBatch) -> Tensor:
+        """The attention block's output after residual sum and norm, (total, hidden).
+
+        Layers whose norms come before the blocks, and those with bottlenecks, do not show it.
+        """
+        return attended
+
     def inner(self, layer: int, inner: Tensor, sequences: PackedBatch) -> Tensor:
         """The feed-forward block between its two products, (total, intermediate), after the activation."""
         return inner

@@ -38,7 +38,7 @@ FAULTS = (
     _fault("residual of the first rows", "row * layer.x_stride * size, hidden);", "i * layer.x_stride * size, hidden);", _LAYER),
     _fault("residual's rows side by side", "row * layer.x_stride * size, hidden);", "row * hidden, hidden);", _LAYER),
     _fault("residual over the context", "rest.x = base + 2 * plane;", "rest.x = base + 3 * plane;", _LAYER),
-    _fault("all rows go on", "rest.total = layer.kept[layer.batch];", "", _LAYER),
+    _fault("all rows kept", "rest.total = layer.kept[layer.batch];", "", _LAYER),
     _fault("own kept rows as the first part's", "own.kept_rows[i] += begin;", "own.kept_rows[i] += 0;", _LAYER),
     _fault("own kept rows to the first place", "own.kept_rows += layer.kept[first];", "", _LAYER),
     _fault("own rows of y as if all were kept", "own.y = static_cast<char*>(layer.y) + layer.kept[first] * hidden * size;", "", _LAYER),

@@ -1,0 +1,125 @@
+"""How many tokens each layer of a model needs: factors of tokens by rank, which learn beside the task.
+
+    a_i ← r_l,bin(i) a_i                      a: the attention block's output of layer l, token i
+    loss = task + weight Σ_l l Σ_k r_lk       r in [0, 1]; layers count from 1
+
+A token's rank is its place in its text by the attention that it receives; ranks / length fall into bins, so
+that a schedule has shares of each text's own length. The factor of the first token is 1. A layer then keeps
+the share Σ_k r_lk / bins, and no more than the layer before.
+
+Source: Goyal et al. 2020, "PoWER-BERT: Accelerating BERT Inference via Progressive Word-vector Elimination",
+sec. 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fastbert.compression.elimination import eliminate
+from fastbert.layers.batch import PackedBatch
+from fastbert.layers.elimination import ranks_of
+from fastbert.layers.taps import Taps
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.encoder import tapped
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_grid import from_grid
+from fastbert.ops.attention_received import attention_received
+from fastbert.training.module import Losses, Results
+from fastbert.training.optimizers import decay_groups
+
+
+class _Soft(Taps):
+    """Multiplies tokens by their factors."""
+
+    def __init__(self, factors: Tensor):
+        self.factors, self.of_tokens = factors, factors.new_empty(0)
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: PackedBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Taps`."""
+        where = sequences.cu_seqlens, sequences.max_seqlen
+        with torch.no_grad():
+            lse = attention(q, k, v, *where, return_lse=True)[1]
+            ranks = ranks_of(attention_received(q, k, *where, lse), sequences)
+            lengths = sequences.cu_seqlens.diff()[:, None].clamp_min(1)
+            bins = (ranks * self.factors.shape[1] // lengths).clamp_max(self.factors.shape[1] - 1)
+        grid = self.factors[layer][bins].masked_fill(ranks == 0, 1.0)
+        self.of_tokens = from_grid(grid, sequences.cu_seqlens, q.shape[0])
+        return q, k, v, sequences.bias
+
+    def attended(self, layer: int, attended: Tensor, sequences: PackedBatch) -> Tensor:
+        """See `Taps`."""
+        return attended * self.of_tokens.to(attended.dtype).unsqueeze(1)
+
+
+class TokenSearch(Losses):
+    """The losses of a task, and a price per token that a layer keeps. `schedule` has what was learnt.
+
+    Args:
+        losses: the losses of the task, of `model`.
+        model: a model that `fastbert.eliminate` takes, without a schedule; its norms follow the blocks.
+        weight: of the price, 1e-4 to 1e-3 in the paper.
+        bins: the number of factors per layer.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+
+    Source: Goyal et al. 2020, sec. 3.3.
+    """
+
+    def __init__(self, losses: Losses, model: PreTrainedModel, *, weight: float = 5e-4, bins: int = 64):
+        super().__init__()
+        if type(bins) is not int or bins < 1:
+            raise ValueError(f"bins: expected an integer >= 1, got {bins!r}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
+            raise ValueError(f"weight: expected a number >= 0, got {weight!r}")
+        layers = model.base_model.layer_list()
+        if model.config.token_schedule is not None or model.config.family.pre_norm:
+            why = "norms before the blocks" if model.config.family.pre_norm else "a token_schedule"
+            raise ValueError(f"model: expected one without {why}")
+        eliminate(model, [1.0] * len(layers))
+        eliminate(model, None)
+        self.losses, self.model, self.exports = losses, model, losses.exports
+        self.weights, self.passes = {**losses.weights, "tokens": weight}, losses.passes
+        self.factors = nn.Parameter(torch.ones(len(layers), bins, device=model.device))
+
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
+        """The task's results, and the loss "tokens"."""
+        with tapped(self.model.base_model, _Soft(self.factors)):
+            found, right = self.losses(inputs, measure)
+        number = torch.arange(1, len(self.factors) + 1, device=self.factors.device)
+        return {**found, "tokens": (number.unsqueeze(1) * self.factors).sum()}, right
+
+    def optimized(self, optimizer: Optimizer) -> None:
+        """Keep the factors in [0, 1] after each step."""
+        self.losses.optimized(optimizer)
+
+        def clamp(*_: Any) -> None:
+            self.factors.data.clamp_(0, 1)
+
+        optimizer.register_step_post_hook(clamp)
+
+    def schedule(self) -> list[float]:
+        """The share of the tokens that each layer needs, as `fastbert.eliminate` takes it."""
+        bins = self.factors.shape[1]
+        share = self.factors.detach().double().mean(1).clamp(1 / bins, 1)
+        return share.cummin(0).values.tolist()
+
+
+def search_groups(scale: float) -> Any:
+    """`groups` of a `Stage` whose factors learn `scale` times as fast as the model, and do not decay."""
+
+    def groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
+        module.factors.requires_grad_(False)
+        try:
+            rest = decay_groups(module, weight_decay)
+        finally:
+            module.factors.requires_grad_(True)
+        return [*rest, {"params": [module.factors], "weight_decay": 0.0, "lr_scale": scale}]
+
+    return groups
