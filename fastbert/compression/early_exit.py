@@ -141,6 +141,8 @@ class EarlyExit(Learns):
 
     # -- inference -------------------------------------------------------------------------------------------
 
+    # Which texts leave is known on the host alone
+    @torch.compiler.disable
     @torch.no_grad()
     def forward(
         self,

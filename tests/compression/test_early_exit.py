@@ -135,6 +135,14 @@ def test_threshold_0_is_the_plain_model_to_the_bit(name):
         assert exits(**inputs, threshold=1.1).layers.tolist() == [2] * 4
 
 
+def test_a_compiled_model_runs_as_it_is():
+    exits, inputs = exits_of("bert"), inputs_of("bert")
+    threshold = thresholds(exits, inputs)[1]
+    out, compiled = exits(**inputs, threshold=threshold), torch.compile(exits)(**inputs, threshold=threshold)
+    assert torch.equal(compiled.logits, out.logits)
+    assert torch.equal(compiled.layers, out.layers)
+
+
 def test_rows_that_leave_are_not_computed(monkeypatch):
     exits, ran = exits_of("bert", every=2, num_hidden_layers=6), []
     run = Plan.run
