@@ -101,8 +101,8 @@ def axes(form: LayerForm) -> list[Axis]:
             unit, shape = "neurons", (halves, -1, 1, 1)
         elif form.packed:
             shape = (1, -1, 3, size) if form.head_major else (3, -1, 1, size)
-        if unit == "heads" and form.kv_heads is not None:
-            # Heads that share keys and values stay
+        if unit == "heads" and (form.kv_heads is not None or form.heads is not None):
+            # Heads stay that share keys and values, and those beside fixed ones
             continue
         found.append(Axis(path, dim, unit, shape))
     return found
@@ -166,6 +166,8 @@ def without(
     ]
     if any(map(len, (heads or {}).values())) and model.config.kv_heads is not None:
         raise ValueError("heads: expected none, as heads of the model share keys and values")
+    if any(map(len, (heads or {}).values())) and any(layer.form.heads is not None for layer in every):
+        raise ValueError("heads: expected none, as some heads of the model are fixed")
     places = [f"{name_of(model, layer)}." for layer in every]
     state = dict(model.state_dict(keep_vars=True))
     cut = {key: value for key, value in state.items() if not key.startswith(tuple(places))}
@@ -187,6 +189,9 @@ def without(
     given = config.to_dict()
     for key in _PER_LAYER:
         if isinstance(given.get(key), list) and len(given[key]) == len(every):
+            if key == "fixed_heads" and not isinstance(given[key][0], list):
+                # One list of names is for all layers
+                continue
             changes[key] = [given[key][i] for i in kept]
     if vocabulary is not None:
         changes |= _cut_vocabulary(model, cut, list(vocabulary))

@@ -118,6 +118,21 @@ def test_nothing_is_shared_or_changed():
 
 
 @torch.no_grad()
+def test_heads_beside_fixed_ones_stay():
+    ours, inputs = build("bert", "ForSequenceClassification", num_hidden_layers=3)[1], inputs_of("bert")
+    config = fastbert.EncoderConfig.from_dict(
+        {**ours.config.to_dict(), "fixed_heads": ["previous", "learned", "learned"]}
+    )
+    ours = type(ours)(config).double().eval()
+    small = shrink.without(ours, neurons=NEURONS)
+    torch.testing.assert_close(small(**inputs).logits, zeroed(ours, {}, NEURONS)(**inputs).logits, **CLOSE)
+    short = shrink.without(ours, layers=[0, 2]).config
+    assert (short.num_hidden_layers, short.fixed_heads) == (2, ["previous", "learned", "learned"])
+    with pytest.raises(ValueError, match="heads: expected none, as some heads of the model are fixed"):
+        shrink.without(ours, heads={0: [1]})
+
+
+@torch.no_grad()
 def test_cut_models_quantise_and_train():
     ours, inputs = build("bert", "ForSequenceClassification")[1], inputs_of("bert")
     small = shrink.without(ours, heads={0: [1], 1: [0, 1]}, neurons={0: range(16)})
