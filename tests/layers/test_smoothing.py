@@ -64,6 +64,18 @@ def test_ranges_are_those_of_the_real_tokens(family):
             torch.testing.assert_close(found[name], largest, rtol=1e-3, atol=1e-4)
 
 
+def test_ranges_are_over_all_inputs():
+    model = ours("bert")
+    linears, (given,) = [*each_linear(model)], inputs(model)
+    other = {**given, "input_ids": given["input_ids"].roll(1, 1)}
+    first, second, both = (
+        smoothing.ranges(model, linears, each) for each in ([given], [other], [given, other])
+    )
+    for name, largest in both.items():
+        assert torch.equal(largest, torch.maximum(first[name], second[name]))
+        assert not torch.equal(first[name], second[name])
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
 def test_the_factors_are_those_of_the_paper(alpha):
     model = uneven()
