@@ -294,6 +294,8 @@ class EarlyExit(Learns):
         """The checked inputs of a call."""
         if self.model.training:
             raise ValueError("model: expected eval mode, got training mode")
+        if self.config.token_schedule is not None:
+            raise ValueError("model: expected no config token_schedule, as whole texts leave")
         ids, mask, types, positions, embeds, cu_seqlens, longest = given
         model: Any = self.model
         if self.config.family.global_tokens:

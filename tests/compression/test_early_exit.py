@@ -316,6 +316,10 @@ def test_bad_arguments():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
+    fastbert.eliminate(exits.model, [1, 0.5, 0.5])
+    for call in (exits, exits.loss):
+        with pytest.raises(ValueError, match="model: expected no config token_schedule"):
+            call(torch.ones(1, 2).long())
     exits.model.train()
     with pytest.raises(ValueError, match="model: expected eval mode, got training mode"):
         exits(torch.ones(1, 2).long())
