@@ -167,7 +167,7 @@ def add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
         help="store a model in 8 or 4 bits, for a CPU",
-        description="Write a model of integers, for inference on a CPU, without calibration. Prints "
+        description="Write a model of integers, for inference on a CPU. Prints "
         "parameters, size, operations per token and measured tokens per second before and after, and the "
         "cosines of the vectors of --input. A directory of a sentence encoder stays one. Only fastbert reads "
         "the files.",
@@ -188,6 +188,14 @@ def add_quantize(commands: Any) -> None:
         default="float",
         help="the table of words, and a decoder that is tied to it (default float)",
     )
+    add(
+        "--smooth",
+        type=float,
+        metavar="X",
+        help="from 0 to 1, such as 0.5: how much of the range of inputs moves into the weights (SmoothQuant) "
+        "(default none)",
+    )
+    add("--calibrate", metavar="FILE", help="typical texts for --smooth, one per line (default none)")
     add("--input", metavar="FILE", help="texts, one per line, that compare the vectors (default none)")
     add(
         "--report",

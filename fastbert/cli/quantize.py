@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 from pathlib import Path
 
@@ -26,23 +27,30 @@ def run(args: argparse.Namespace) -> int:
     weights, embeddings = (None if kind == "float" else kind for kind in (args.weights, args.embeddings))
     if weights is None and embeddings is None:
         raise UsageError("--weights, --embeddings: expected bits for at least one, got float for both")
+    if (args.smooth is None) != (args.calibrate is None):
+        raise UsageError("--smooth, --calibrate: expected both or neither")
     output, source = results.check_free(args.output), Path(args.model)
     texts = [] if args.input is None else [text for _, text in filled_lines(args.input)]
     of_sentences = (source / "modules.json").is_file()
     if of_sentences:
         encoder = SentenceEncoder.from_pretrained(source, device="cpu")
-        model = SentenceEncoder.from_pretrained(source, device="cpu").model
-        whole = encoder.model
+        smaller = SentenceEncoder.from_pretrained(source, device="cpu")
+        model, whole = smaller.model, encoder.model
     else:
         model, whole = (model_of(args.model, "cpu", pooler=True) for _ in range(2))
         encoder = _encoder(source, whole) if texts else None
+        smaller = None if args.calibrate is None else _encoder(source, model)
     full, report = None, None
     if encoder is not None and texts:
         full = encoder.encode(texts)
     if args.report:
         call = None if full is None or encoder is None else lambda: encoder.encode(texts)
         report = quantization_report(whole, weights, embeddings=embeddings, run=call)
-    model.quantize(weights, embeddings=embeddings)
+    how = {}
+    if args.calibrate is not None and smaller is not None:
+        typical = [text for _, text in filled_lines(args.calibrate)]
+        how = {"smooth": args.smooth, "calibrate": functools.partial(smaller.encode, typical)}
+    model.quantize(weights, embeddings=embeddings, **how)
     if of_sentences and encoder is not None:
         encoder.model = model
         encoder.save_pretrained(output)

@@ -78,6 +78,27 @@ def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys, texts):
     assert all(float(number) > 1 for row in rows[1:] for number in row[1:])
 
 
+@pytest.mark.parametrize("kind", ["encoder", "classes", "sentences"])
+def test_smoothing_by_typical_texts(folder, tmp_path, capsys, texts, kind):
+    lines = texts.read_text(encoding="utf-8").splitlines()
+    place = folder / kind
+    if kind == "sentences":
+        place = tmp_path / "whole"
+        SentenceEncoder.from_pretrained(folder / "encoder", pooling="cls").save_pretrained(place)
+    given = ["--smooth", "0.5", "--calibrate", texts]
+    assert quantize(place.parent, place.name, tmp_path / "out", *given) == 0
+    if kind == "sentences":
+        expected = SentenceEncoder.from_pretrained(place).quantize(smooth=0.5, calibrate=lines).model
+        found = SentenceEncoder.from_pretrained(tmp_path / "out").model
+    else:
+        expected, found = (model_of(str(each), "cpu", pooler=True) for each in (place, tmp_path / "out"))
+        encoder = SentenceEncoder(expected.base_model, load_tokenizer(place))
+        expected.quantize(smooth=0.5, calibrate=lambda: encoder.encode(lines))
+    state = found.state_dict()
+    assert any(key.endswith(".smooth") for key in state)
+    assert all(torch.equal(value, state[key]) for key, value in expected.state_dict().items())
+
+
 def test_an_encoder_keeps_its_pooler(folder, tmp_path, capsys):
     assert quantize(folder, "encoder", tmp_path / "out", "--report") == 0
     found = fastbert.BertModel.from_pretrained(tmp_path / "out")
@@ -90,6 +111,11 @@ def test_mistakes(folder, tmp_path, capsys):
     shutil.copytree(folder / "classes", tmp_path / "there")
     for more, message in (
         (["--weights", "float"], "--weights, --embeddings: expected bits for at least one"),
+        (["--smooth", "0.5"], "--smooth, --calibrate: expected both or neither"),
+        (
+            ["--smooth", "2", "--calibrate", tmp_path / "there" / "vocab.txt"],
+            "smooth: expected None or a number",
+        ),
         (["--weights", "int3"], "argument --weights: invalid choice: 'int3'"),
         (["--input", tmp_path / "none.txt"], "none.txt"),
     ):
