@@ -150,7 +150,14 @@ def replacement(model: Any, embeddings: str) -> QuantizedEmbedding | None:
         return None
     # A family's own class, and not one that an adapter has put there
     own = isinstance(table, nn.Embedding) and type(table).__module__.startswith(("torch.", "fastbert."))
-    if not own or is_hooked(table) or "forward" in vars(table) or _unusual(table):
+    # A factored table is multiplied after the lookup
+    if (
+        not own
+        or model.config.word_embedding_rank is not None
+        or is_hooked(table)
+        or "forward" in vars(table)
+        or _unusual(table)
+    ):
         raise TypeError(
             f"{name}: expected a plain nn.Embedding without hooks or options, got {type(table).__name__}"
         )

@@ -16,6 +16,7 @@ import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.compression import qat
 from fastbert.compression.size import size_of
+from fastbert.compression.factorization import factorize
 from fastbert.layers import int4, quantized, quantized_table
 from fastbert.layers.quantized import QuantizedLinear, kinds_of
 from fastbert.layers.quantized_table import TiedDecoder
@@ -118,6 +119,8 @@ def test_what_cannot_be_quantised_is_refused_by_name(bert):
         with pytest.raises(TypeError, match=r"^embeddings\.word_embeddings: expected a plain nn\.Embedding"):
             model.quantize("int8", embeddings="int8")
         assert kinds_of(model) == (None, None)
+    with pytest.raises(TypeError, match=r"^embeddings\.word_embeddings: .*, got FactoredTable"):
+        factorize(bert, 8).quantize("int8", embeddings="int8")
     bert.embeddings.word_embeddings.weight.data[3, 4] = float("inf")
     with pytest.raises(ValueError, match=r"^embeddings\.word_embeddings\.weight: holds NaN or infinity"):
         bert.quantize("int8", embeddings="int8")
