@@ -15,8 +15,8 @@ from torch import nn
 import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.compression import qat
-from fastbert.compression.size import size_of
 from fastbert.compression.factorization import factorize
+from fastbert.compression.size import size_of
 from fastbert.layers import int4, quantized, quantized_table
 from fastbert.layers.quantized import QuantizedLinear, kinds_of
 from fastbert.layers.quantized_table import TiedDecoder
