@@ -137,6 +137,8 @@ def test_a_cached_teacher_says_the_same(places, tmp_path, recipe):
         for line, other in zip(live, stored, strict=True):
             # Rows of hidden states are rounded by the shape of their batch
             assert line == pytest.approx(other, rel=1e-4)
+    distil(places, recipe, student, tmp_path / "seed", cache=tmp_path / "cache", seed=1, **options)
+    assert logged(tmp_path / "seed") != stored
 
 
 def test_a_phase_begins_where_the_previous_ended(places, tmp_path):

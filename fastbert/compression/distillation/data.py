@@ -136,7 +136,10 @@ def text_of(
             if parallel.is_first:
                 Corpus.write([data], place, folder, overwrite=True)
         corpus = Corpus.open(folder, verify=False)
-    return (Objective if masks else Unmasked)(DocSentences(corpus, max_length, seed), seed=seed)
+    if not masks:
+        # All seeds have the same rows, and may share a cache
+        return Unmasked(DocSentences(corpus, max_length, 0))
+    return Objective(DocSentences(corpus, max_length, seed), seed=seed)
 
 
 @dataclass(frozen=True)
