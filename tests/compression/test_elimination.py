@@ -26,6 +26,7 @@ from fastbert.models.auto import (
 from fastbert.models.encoder import tapped
 from fastbert.models.families import FAMILIES
 from fastbert.runtime import dispatch
+from tests.support.cpu_fixtures import threads  # noqa: F401
 from tests.support.inputs import ends_of
 
 SIZES = dict(hidden_size=48, num_attention_heads=3, num_hidden_layers=4, intermediate_size=80, vocab_size=60)
@@ -145,26 +146,21 @@ def test_a_fraction_of_one_changes_no_bit(schedule):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [LENGTHS, (40, 39, 40, 38, 0, 40, 40, 1)])
-def test_order_packing_and_threads_change_no_bit(dtype, lengths):
-    lengths = [n for n in lengths if n]
+@pytest.mark.parametrize("lengths", [LENGTHS, (40, 39, 40, 40, 39, 40)])
+def test_order_packing_and_threads_change_no_bit(dtype, lengths, threads):  # noqa: F811
     model, (ids, mask) = of(dtype=dtype), batch(lengths)
-    before = torch.get_num_threads()
-    try:
-        with torch.no_grad():
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                whole = model(ids, attention_mask=mask).last_hidden_state
-                turned = model(ids.flip(0), attention_mask=mask.flip(0)).last_hidden_state.flip(0)
-                assert torch.equal(whole, turned)
-                for i, n in enumerate(lengths):
-                    alone = model(ids[i : i + 1, :n]).last_hidden_state
-                    assert torch.equal(whole[i, :n], alone[0])
-                rows = torch.cat([ids[i, :n] for i, n in enumerate(lengths)])
-                flat = model.forward_packed(rows, ends_of(lengths), max(lengths))
-                assert torch.equal(flat, torch.cat([whole[i, :n] for i, n in enumerate(lengths)]))
-    finally:
-        torch.set_num_threads(before)
+    with torch.no_grad():
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            whole = model(ids, attention_mask=mask).last_hidden_state
+            turned = model(ids.flip(0), attention_mask=mask.flip(0)).last_hidden_state.flip(0)
+            assert torch.equal(whole, turned)
+            for i, n in enumerate(lengths):
+                alone = model(ids[i : i + 1, :n]).last_hidden_state
+                assert torch.equal(whole[i, :n], alone[0])
+            rows = torch.cat([ids[i, :n] for i, n in enumerate(lengths)])
+            flat = model.forward_packed(rows, ends_of(lengths), max(lengths))
+            assert torch.equal(flat, torch.cat([whole[i, :n] for i, n in enumerate(lengths)]))
 
 
 # What the fused layer of a CPU knows: joined and gated products, norms before the blocks, angles
@@ -268,6 +264,20 @@ def test_gates_count():
         for layer in model.encoder.layer:
             layer.attention.output.dense.weight[:, 16:32] = 0
     torch.testing.assert_close(found, model(ids, attention_mask=mask).last_hidden_state)
+
+
+def test_a_sentence_encoder_pools_all_tokens(minilm):
+    encoder = fastbert.SentenceEncoder.from_pretrained(minilm)
+    layers = encoder.model.config.num_hidden_layers
+    fastbert.eliminate(encoder.model, [1 - 0.1 * i for i in range(layers)])
+    texts = ["a man walks his dog along the old river", "short", "apples, pears and bread for the evening"]
+    found = encoder.encode(texts)
+    for text, vector in zip(texts, found, strict=True):
+        assert torch.equal(torch.as_tensor(encoder.encode([text])[0]), torch.as_tensor(vector))
+    ids = torch.tensor([[101, 2460, 102]])
+    hidden = encoder.model(ids).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+    torch.testing.assert_close(torch.as_tensor(found[1]), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_saved_loaded_and_pruned(tmp_path):

@@ -9,6 +9,7 @@ from fastbert.ops.attention import attention
 from fastbert.ops.attention_received import attention_received
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.attention_received import AttentionReceivedCase
+from tests.support.hostile.public_ops import PUBLIC
 from tests.support.ops import backends
 
 BACKENDS = backends("attention_received")
@@ -88,3 +89,12 @@ def test_bad_inputs():
     ):
         with pytest.raises(error, match=words):
             attention_received(**made | change)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the compiled CPU kernels")
+def test_a_layer_that_keeps_tokens_refuses_other_numbers():
+    public = PUBLIC["encoder_layer, kept"]
+    assert public.function(**public.args()).shape == (5, 15)
+    for change, words in public.rows:
+        with pytest.raises((TypeError, ValueError), match=words):
+            public.function(**{**public.args(), **change})
