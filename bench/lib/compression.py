@@ -1,4 +1,4 @@
-"""Pruned encoders beside the whole one, and beside peers with zeros in place; and texts that leave early."""
+"""Pruned encoders beside whole ones, and peers with zeros in place; texts that leave early; int8 tables."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ KINDS = {
     "half-layers": lambda model: {"layers": range(0, model.layers, 2)},
 }
 EXIT = "early-exit"
+# The table of words in 8 bits; "whole" has it in floating point
+TABLES = "int8-words"
 # "whole" is our unpruned encoder
 ENGINES = (
     "fastbert-fp32",
@@ -117,8 +119,24 @@ class ExitBank(Bank):
         return run
 
 
+class TablesBank(Bank):
+    """An int8 encoder whose table of words is in 8 bits too, and the same with a table of floats."""
+
+    def forward(self, name: str) -> Forward:
+        """See `Bank`."""
+        engine, tag = name.split("-")
+        if engine not in ("fastbert", "whole"):
+            return super().forward(name)
+        module = ours(self.model)[0]
+        if tag == "int8":
+            module.quantize("int8", embeddings="int8" if engine == "fastbert" else None)
+        return torch_forward(module)
+
+
 def bank_of(kind: str, model: workloads.Model, workload: str, *given: object) -> Bank:
     """What builds the engines of a kind."""
+    if kind == TABLES:
+        return TablesBank(model, *given)
     return ExitBank(workload, model, *given) if kind == EXIT else PrunedBank(kind, model, *given)
 
 

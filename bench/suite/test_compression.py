@@ -1,4 +1,4 @@
-"""What half the heads, neurons or layers save, beside peers that run them with zeros; and early exit."""
+"""What half the heads, neurons or layers save, beside peers that run them with zeros; early exit; tables."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cpu
 
 # kind -> its candidates; ONNX Runtime's time is that of zeros, whatever is pruned
 CANDIDATES = dict.fromkeys(compression.KINDS, compression.ENGINES)
+CANDIDATES[compression.TABLES] = "fastbert-int8", "whole-int8", "whole-fp32", "onnxruntime-int8"
 CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = CANDIDATES[compression.EXIT] = compression.ENGINES[:4]
 CANDIDATES["power-bert"] = compression.ENGINES
 
@@ -23,9 +24,10 @@ CANDIDATES["power-bert"] = compression.ENGINES
 def cases() -> Iterator[object]:
     """(kind, model, workload, candidate)."""
     for kind, candidates in CANDIDATES.items():
+        model = "minilm" if kind == compression.TABLES else "base"
         for candidate in candidates:
             workload = "8x256" if kind == "power-bert" else "8x128"
-            yield pytest.param(kind, "base", workload, candidate, marks=[pytest.mark.long])
+            yield pytest.param(kind, model, workload, candidate, marks=[pytest.mark.long])
 
 
 @pytest.mark.parametrize(("kind", "model", "workload", "candidate"), list(cases()))

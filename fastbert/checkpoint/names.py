@@ -12,7 +12,7 @@ from torch import Tensor
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.checkpoint.read import Stored
 from fastbert.layers.integers import IntegerWeight
-from fastbert.layers.quantized import from_stored, holds_group
+from fastbert.layers.quantized_files import from_stored, holds_group
 
 # Wrappers that put their name before every key: DataParallel, torch.compile, a LightningModule's attribute
 _WRAPPERS = ("module.", "_orig_mod.", "model.")

@@ -42,8 +42,7 @@ from fastbert.checkpoint.files import (
     listed,
     own_tag,
 )
-from fastbert.layers import float8
-from fastbert.layers import quantized as quantization
+from fastbert.layers import float8, quantized_files
 from fastbert.layers.integers import IntegerWeight
 
 
@@ -88,7 +87,7 @@ def save(
         if value.numel() and not all(v.isfinite() for v in torch.aminmax(known)):
             raise CheckpointError(f"{directory}: {key}: holds NaN or infinity; not saved")
     try:
-        state = quantization.as_stored(model, state)
+        state = quantized_files.as_stored(model, state)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}; not saved") from None
     config_text = _config_text(model, state)
@@ -145,7 +144,7 @@ def _config_text(model: Any, state: dict[str, Tensor]) -> str:
     dtypes = [value.dtype for key, value in floats.items() if key not in scales]
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     values.pop("quantization_config", None)  # the weights decide, not the config
-    if (entry := float8.entry_of(model) or quantization.entry_of(model)) is not None:
+    if (entry := float8.entry_of(model) or quantized_files.entry_of(model)) is not None:
         values["quantization_config"] = entry
     if "torch_dtype" in values:  # the same key before transformers 5
         values["torch_dtype"] = values["dtype"]

@@ -6,6 +6,7 @@ import argparse
 import functools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,30 +31,22 @@ def run(args: argparse.Namespace) -> int:
     if (args.smooth is None) != (args.calibrate is None):
         raise UsageError("--smooth, --calibrate: expected both or neither")
     output, source = results.check_free(args.output), Path(args.model)
-    texts = [] if args.input is None else [text for _, text in filled_lines(args.input)]
-    of_sentences = (source / "modules.json").is_file()
-    if of_sentences:
-        encoder = SentenceEncoder.from_pretrained(source, device="cpu")
-        smaller = SentenceEncoder.from_pretrained(source, device="cpu")
-        model, whole = smaller.model, encoder.model
-    else:
-        model, whole = (model_of(args.model, "cpu", pooler=True) for _ in range(2))
-        encoder = _encoder(source, whole) if texts else None
-        smaller = None if args.calibrate is None else _encoder(source, model)
-    full, report = None, None
-    if encoder is not None and texts:
-        full = encoder.encode(texts)
+    texts, typical = ([] if file is None else _lines(file) for file in (args.input, args.calibrate))
+    (whole, before), (model, after) = (_loaded(source, bool(texts or typical)) for _ in range(2))
+    options = {
+        "embeddings": embeddings,
+        "smooth": args.smooth,
+        "calibrate": functools.partial(before.encode, typical) if typical else None,
+    }
+    report = None
     if args.report:
-        call = None if full is None or encoder is None else lambda: encoder.encode(texts)
-        report = quantization_report(whole, weights, embeddings=embeddings, run=call)
-    how = {}
-    if args.calibrate is not None and smaller is not None:
-        typical = [text for _, text in filled_lines(args.calibrate)]
-        how = {"smooth": args.smooth, "calibrate": functools.partial(smaller.encode, typical)}
-    model.quantize(weights, embeddings=embeddings, **how)
-    if of_sentences and encoder is not None:
-        encoder.model = model
-        encoder.save_pretrained(output)
+        read = functools.partial(before.encode, texts) if texts else None
+        report = quantization_report(whole, weights, **options, run=read)
+    if typical:
+        options["calibrate"] = functools.partial(after.encode, typical)
+    model.quantize(weights, **options)
+    if (source / "modules.json").is_file():
+        after.save_pretrained(output)
     else:
         model.save_pretrained(output)
         for name in TOKENIZER_FILES:
@@ -63,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{output}: {', '.join(parts)}")
     for line in costs(whole, model):
         print(f"  {line}")
-    if full is not None and encoder is not None:
-        encoder.model = model.base_model
-        print(f"  {_cosines(full, encoder.encode(texts))}")
+    if texts:
+        print(f"  {_cosines(*(encoder.encode(texts) for encoder in (before, after)))}")
     for line in [] if report is None else _table(report):
         print(f"  {line}")
     for line in published.lines([weights or "tables"]):
@@ -73,9 +65,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _encoder(source: Path, model: PreTrainedModel) -> SentenceEncoder:
-    """The encoder of a model, whose vectors are compared: means over tokens."""
-    return SentenceEncoder(model.base_model, load_tokenizer(source))
+def _lines(file: str) -> list[str]:
+    return [text for _, text in filled_lines(file)]
+
+
+def _loaded(source: Path, reads: bool) -> tuple[PreTrainedModel, Any]:
+    """(the model, a sentence encoder of it, or None if it reads no texts).
+
+    The vectors of a model that is no sentence encoder are means over tokens.
+    """
+    if (source / "modules.json").is_file():
+        encoder = SentenceEncoder.from_pretrained(source, device="cpu")
+        return encoder.model, encoder
+    model = model_of(str(source), "cpu", pooler=True)
+    return model, SentenceEncoder(model.base_model, load_tokenizer(source)) if reads else None
 
 
 def _cosines(full: np.ndarray, vectors: np.ndarray) -> str:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from fastbert.layers import quantized, quantized_table
 from fastbert.layers.modules import part
+from fastbert.layers.smoothing import Calibration
 from fastbert.models.base import PreTrainedModel
 
 
@@ -46,13 +47,15 @@ def quantization_report(
     weights: str | None = "int8",
     *,
     embeddings: str | None = None,
+    smooth: float | None = None,
+    calibrate: Calibration | None = None,
     run: Callable[[], object] | None = None,
 ) -> list[QuantizedLayer]:
-    """What `model.quantize(weights, embeddings=embeddings)` would do to each weight.
+    """What `model.quantize` with the same arguments would do to each weight.
 
     Args:
         model: a floating-point model of this package on the CPU. It is not changed.
-        weights, embeddings: as in `quantize`.
+        weights, embeddings, smooth, calibrate: as in `quantize`.
         run: calls the model on texts, such as `lambda: encoder.encode(texts)`; None reports weights alone.
 
     Returns:
@@ -64,13 +67,14 @@ def quantization_report(
     quantized.check_kinds(weights, embeddings)
     if quantized.is_quantized(model):
         raise ValueError("model: is quantised already; expected a floating-point one")
+    factors = quantized.factors_of(model, weights, smooth, calibrate)
     rows: list[QuantizedLayer] = []
     if embeddings is not None and (made := quantized_table.replacement(model, embeddings)) is not None:
         table = quantized_table.table_of(model)
         rows.append(QuantizedLayer(_name(model, table), _decibels(table.weight, made.dequantized())))
     if weights is None:
         return rows
-    found = quantized.linears(model, weights)
+    found = quantized.linears(model, weights, factors)
     watches = [_Watch(part(layer, path), made) for layer, path, made in found]
     if run is not None:
         _call(run, watches)

@@ -11,7 +11,7 @@ import torch
 
 from fastbert.compression import shrink
 from fastbert.compression.distillation.bilstm import BiLstmForSequenceClassification
-from fastbert.layers import quantized
+from fastbert.layers import quantized_files
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -52,7 +52,7 @@ def size_of(model: PreTrainedModel | BiLstmForSequenceClassification) -> Size:
             flops += 2 * linear.in_features * linear.out_features
         reach = TOKENS if form.window is None else min(TOKENS, 1 + sum(form.window))
         flops += 4 * reach * form.nheads * form.head_dim
-    size = sum(t.numel() * t.element_size() for t in tensors) - quantized.bytes_saved(model)
+    size = sum(t.numel() * t.element_size() for t in tensors) - quantized_files.bytes_saved(model)
     return Size(model.num_parameters(), size, flops)
 
 

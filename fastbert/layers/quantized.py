@@ -17,7 +17,7 @@ keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -312,61 +312,6 @@ def kinds_of(model: nn.Module) -> tuple[str | None, str | None]:
     return weights, embeddings
 
 
-def entry_of(model: nn.Module) -> dict[str, str] | None:
-    """The entry of `model` in config.json; None if it is not quantised."""
-    weights, embeddings = kinds_of(model)
-    if weights is None and embeddings is None:
-        return None
-    entry = dict(CONFIG)
-    if weights is None:
-        del entry["weights"], entry["activations"]
-    else:
-        entry["weights"] = WEIGHTS[weights]
-    if embeddings is not None:
-        entry["embeddings"] = EMBEDDINGS[embeddings]
-    if any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules()):
-        entry["smooth"] = "one float32 factor per input"
-    return entry
-
-
-def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state as files hold it: a weight of 4 bits as `weight` and `group` (`int4.packed`).
-
-    Raises:
-        ValueError: a weight of 4 bits was replaced by other integers; the message names it.
-    """
-    stored = dict(state)
-    for name, module in model.named_modules():
-        if holds_group(module) and (key := f"{name}.weight") in state:
-            try:
-                stored[key], stored[f"{name}.group"] = int4.packed(state[key])
-            except ValueError as error:
-                raise ValueError(f"{key}: {error}") from None
-    return stored
-
-
-def holds_group(module: nn.Module) -> TypeGuard[QuantizedLinear]:
-    """Whether files hold the weight of `module` in 4 bits."""
-    return isinstance(module, QuantizedLinear) and module.bits == 4
-
-
-def bytes_saved(model: nn.Module) -> int:
-    """Bytes by which the files of `model` are smaller than its state."""
-    few = filter(holds_group, model.modules())
-    return sum(m.weight.nbytes - int4.bytes_of(*m.weight.shape) for m in few)
-
-
-def from_stored(module: IntegerWeight, weight: Tensor, group: Tensor) -> Tensor:
-    """The weight of a layer of 4 bits, from what `as_stored` made of it.
-
-    Raises:
-        ValueError: `group` does not fit the layer or the weight.
-    """
-    if not holds_group(module):
-        raise ValueError("expected no `group` of a layer that config quantization_config gives 8 bits")
-    return int4.unpacked(weight, group, module.in_features)
-
-
 def num_weights(model: nn.Module, tables: bool = True) -> int:
     """The number of weights and biases in the quantised parts of `model`: buffers, not parameters.
 
@@ -428,17 +373,23 @@ def quantize(
     if model.device.type != "cpu":
         hint = "load its weights first" if model.device.type == "meta" else "call model.cpu() first"
         raise ValueError(f"model: on {model.device}; int8 is for inference on a CPU: {hint}")
-    check_smooth(smooth, calibrate)
-    factors = {}
-    if smooth is not None and calibrate is not None:
-        if weights is None:
-            raise ValueError(f"smooth: expected None without weights, got {smooth!r}")
-        found = list(each_linear(model))
-        for _, _, module, name in found:
-            check_plain(module, name)
-        factors = smoothing(model, found, smooth, calibrate)
-    _replace(model, weights, embeddings, factors)
+    _replace(model, weights, embeddings, factors_of(model, weights, smooth, calibrate))
     return model
+
+
+def factors_of(
+    model: Any, weights: str | None, smooth: float | None, calibrate: Calibration | None
+) -> dict[str, Tensor]:
+    """Name -> `smooth` of each linear layer; empty if nothing is smoothed. See `quantize`."""
+    check_smooth(smooth, calibrate)
+    if smooth is None or calibrate is None:
+        return {}
+    if weights is None:
+        raise ValueError(f"smooth: expected None without weights, got {smooth!r}")
+    found = list(each_linear(model))
+    for _, _, module, name in found:
+        check_plain(module, name)
+    return smoothing(model, found, smooth, calibrate)
 
 
 def check_kinds(weights: Any, embeddings: Any) -> None:

@@ -107,6 +107,18 @@ def test_an_encoder_keeps_its_pooler(folder, tmp_path, capsys):
     assert "cosine" not in capsys.readouterr().out
 
 
+def test_the_report_is_of_the_smoothed_layers(folder, tmp_path, capsys, texts):
+    tables = []
+    for name, more in (("plain", []), ("smooth", ["--smooth", "0.5", "--calibrate", texts])):
+        assert quantize(folder, "classes", tmp_path / name, "--input", texts, "--report", *more) == 0
+        said = capsys.readouterr().out
+        tables.append(re.findall(r"\n  (bert\.\S+)  +([\d.]+)  +([\d.]+)  +([\d.]+)", said))
+    plain, smooth = tables
+    assert len(plain) == len(smooth) == 18
+    assert plain != smooth
+    assert [(row[0], row[3]) for row in plain] == [(row[0], row[3]) for row in smooth]
+
+
 def test_mistakes(folder, tmp_path, capsys):
     shutil.copytree(folder / "classes", tmp_path / "there")
     for more, message in (
