@@ -20,6 +20,7 @@ from fastbert.compression.size import size_of
 from fastbert.layers import int4, quantized, quantized_table
 from fastbert.layers.quantized import QuantizedLinear, kinds_of
 from fastbert.layers.quantized_table import TiedDecoder
+from fastbert.runtime import prepared
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import alike, cosine, hidden, hook, ours
 
@@ -181,15 +182,17 @@ def test_tied_decoders_multiply_by_the_table(family, bits, tmp_path):
 
 
 @BITS
-def test_decoders_follow_the_integers(bits):
-    first, second = (ours("bert", "AutoModelForMaskedLM") for _ in range(2))
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.mul_(1.5)
-    first.quantize(None, embeddings=bits), second.quantize(None, embeddings=bits)
-    logits_of(first)
-    first.load_state_dict(second.state_dict())
-    assert torch.equal(logits_of(first), logits_of(second))
+@pytest.mark.parametrize("name", ["weight", "scale"])
+@torch.no_grad()
+def test_decoders_follow_the_integers(bits, name):
+    model = ours("bert", "AutoModelForMaskedLM").quantize(None, embeddings=bits)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    before, held = model.decode(x), getattr(quantized_table.table_of(model), name)
+    held.copy_(held.flip(0))
+    after = model.decode(x)
+    assert not torch.equal(after, before)
+    prepared.clear(model)
+    assert torch.equal(model.decode(x), after)
 
 
 def test_untied_decoders_stay_in_floats():
