@@ -9,6 +9,7 @@ from fastbert.ops.attention import attention
 from fastbert.ops.attention_received import attention_received
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.attention_received import AttentionReceivedCase
+from tests.support.cpu_fixtures import threads  # noqa: F401
 from tests.support.hostile.public_ops import PUBLIC
 from tests.support.ops import backends
 
@@ -53,17 +54,12 @@ def test_a_sequence_alone_receives_the_same(backend):
             start += length
 
 
-def test_threads_change_no_bit():
-    made, before = operands((256, 200, 31), nheads=12, headdim=64), torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(attention_received(**made))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+def test_threads_change_no_bit(threads):  # noqa: F811
+    made, found = operands((256, 200, 31), nheads=12, headdim=64), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found += [attention_received(**made) for _ in range(5)]
+    assert all(torch.equal(found[0], each) for each in found[1:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +90,11 @@ def test_bad_inputs():
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the compiled CPU kernels")
 def test_a_layer_that_keeps_tokens_refuses_other_numbers():
     public = PUBLIC["encoder_layer, kept"]
-    assert public.function(**public.args()).shape == (5, 15)
+    base = public.args()
+    found = public.function(**base)
+    assert found.shape == (5, 15)
+    strided = torch.cat([base["x"], base["x"] + 1], 1)[:, :15]
+    assert torch.equal(public.function(**base | {"x": strided}), found)
     for change, words in public.rows:
         with pytest.raises((TypeError, ValueError), match=words):
-            public.function(**{**public.args(), **change})
+            public.function(**base | change)
