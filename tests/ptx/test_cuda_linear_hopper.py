@@ -97,6 +97,17 @@ def test_gated_integers_are_exact(emulated, shape, gated):
     assert all("hopper_kernel" in launch.kernel for launch in emulated.launches)
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+def test_gated_activations(emulated, activation, dtype):
+    x, weight = randn(20, 64, dtype=dtype), randn(208, 64, dtype=dtype, seed=1) / 8
+    y, pre = call(emulated, x, weight, None, activation, True, 1, "second")
+    z = x.double() @ weight.double().T
+    assert_rounds_to(pre, z, 64)
+    # the cheap GELU is off by at most 7.1e-5, times the other half
+    assert_rounds_to(y, activate_ref(z, activation, "second"), 1e-4 * 2**20 * z.abs().max().item())
+
+
 def test_every_schedule_returns_the_same_bits(emulated):
     x, weight = (randn(n, 336, dtype=BF16, seed=n) for n in (270, 400))
     found = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastbert.ops.activation import activate_ref
+from fastbert.ops.activation import GATES, activate_ref
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import HALF, assert_same_values
 
@@ -76,14 +76,15 @@ def check_drawn_products(rng: random.Random, forward: Callable, backward: Callab
     tile = rng.choice((16, 32, 64, 128))
     plan = tile, rng.randint(1, min(4, steps(depth, tile)))
     x = whole_numbers(rows, depth + 8, dtype=dtype, most=1, seed=1)[:, :depth]
-    weight = whole_numbers(out, depth, dtype=dtype, most=1, seed=2)
-    bias = whole_numbers(out, dtype=dtype, seed=3) if rng.random() < 0.5 else None
+    activation, gated = rng.choice(((None, None), ("relu", None), ("relu", rng.choice(GATES))))
+    b_columns = out if gated is None else 2 * out
+    weight = whole_numbers(b_columns, depth, dtype=dtype, most=1, seed=2)
+    bias = whole_numbers(b_columns, dtype=dtype, seed=3) if rng.random() < 0.5 else None
     residual = whole_numbers(rows, out, dtype=dtype, seed=4) if rng.random() < 0.5 else None
-    activation = rng.choice((None, "relu"))
-    y, pre = forward(plan, x, weight, bias, activation, residual, True)
+    y, pre = forward(plan, x, weight, bias, activation, residual, True, gated)
     z = x.float() @ weight.float().T + (0 if bias is None else bias.float())
-    truth = activate_ref(z, activation) + (0 if residual is None else residual.float())
-    name = f"{rows} {depth} {out} {plan} {activation}"
+    truth = activate_ref(z, activation, gated) + (0 if residual is None else residual.float())
+    name = f"{rows} {depth} {out} {plan} {activation} {gated}"
     assert_same_values(y, truth.to(dtype), name)
     if activation:
         assert_same_values(pre, z.to(dtype), name)
