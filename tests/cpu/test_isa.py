@@ -228,6 +228,8 @@ def test_isa_none_is_refused():
             assert "cuda" in cpu.available("cuda")
             assert _C.cpu_linear_int8_panels_size(6, 5) == 0
             for name, args in calls.items():
+                if name.startswith("linear_distillation"):
+                    continue  # on some processors its products are PyTorch's
                 if name.startswith("packing") or name == "attention_places":  # these need no instruction set
                     getattr(torch.ops.fastbert, name)(*args.values())
                     continue

@@ -20,7 +20,7 @@ WRONG = {
     "of one more dimension": lambda t: t.unsqueeze(-1),
     "nothing": lambda t: None,
 }
-OPTIONAL = ("value_bias", "up_bias", "bias", "gate")  # also where they have no default
+OPTIONAL = ("value_bias", "up_bias", "bias", "teacher_bias", "gate")  # also where they have no default
 MOVED = ("pack", "unpack")  # ops that move what they get, of any kind and shape
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastbert.runtime import dispatch
-from tests.support.hostile.public_ops import PUBLIC, TABLES
+from tests.support.hostile.public_ops import FIXED, PUBLIC, TABLES
 from tests.support.inputs import name
 from tests.support.ops import LAYOUTS, serves
 
@@ -44,7 +44,7 @@ def is_float(t) -> bool:
 
 def trainable(operands) -> list[str]:
     """The operands that have a gradient."""
-    return [n for n, t in operands.items() if is_float(t) and n not in TABLES]
+    return [n for n, t in operands.items() if is_float(t) and n not in FIXED]
 
 
 def results(op, operands, trained=None, dy=lambda t: t):

@@ -19,7 +19,7 @@ import torch
 from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.runtime import dispatch, loader
 from tests.support.hostile.custom_ops import OPS, differ
-from tests.support.hostile.public_ops import PUBLIC, TABLES, layer_call, layer_operands
+from tests.support.hostile.public_ops import FIXED, PUBLIC, layer_call, layer_operands
 from tests.support.hostile.values import DIM, HEADS, floats
 
 _C = loader.extension
@@ -86,7 +86,7 @@ def test_the_negative_bit_changes_nothing(name, make):
             for operands in (base, lazy):
                 leaves = {
                     n: t.detach().requires_grad_()
-                    if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in TABLES
+                    if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in FIXED
                     else t
                     for n, t in operands.items()
                 }
@@ -109,7 +109,7 @@ def test_a_gradient_of_zero_without_memory(name):
         with dispatch.use_backend(backend):
             leaves = {
                 n: t.requires_grad_()
-                if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in TABLES
+                if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in FIXED
                 else t
                 for n, t in PUBLIC[name].args().items()
             }

@@ -97,6 +97,7 @@ def embedding_operands():
         "padding_idx": 0,
         "eps": 1e-5,
         **dropped(),
+        "word_scale": None,
         "save": True,
     }
 
@@ -247,6 +248,7 @@ OPS = {
         ),
         [MISH],
         ("x",),
+        ("aten", "reference"),
     ),
     "linear_int8_fwd": (
         lambda: (

@@ -53,8 +53,10 @@ from tests.support.hostile.values import (
     panels_size,
 )
 
-# floating-point operands without a gradient
-TABLES = ("cos", "sin", "teacher_x", "teacher_weight", "teacher_bias")
+# Tables of rotary positions, whose dtype is their own
+TABLES = ("cos", "sin")
+# Floating-point operands without a gradient
+FIXED = (*TABLES, "teacher_x", "teacher_weight", "teacher_bias")
 
 
 class Public(NamedTuple):
