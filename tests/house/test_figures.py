@@ -60,6 +60,19 @@ def of_finetuning() -> list[float]:
     return [rows[workload, f"fastbert-{dtype}"][f"transformers-{dtype}"] for workload, dtype in cases]
 
 
+def of_compression(*kinds: str) -> list[float]:
+    """How many times as fast as the whole BERT-base smaller ones are: each in fp32, then in 8 bits."""
+    rows = {}
+    for path in sorted(RESULTS.glob("*/0*.json")):
+        for each in json.loads(path.read_text())["benchmarks"]:
+            row = each["extra_info"]
+            if each["name"].startswith("test_compression[") and row["model"] == "base" and "over" in row:
+                kind = each["name"].partition("[")[2].partition("-base-")[0]
+                rows[kind, row["candidate"]] = row["over"]
+    cases = [(kind, tag) for kind in kinds for tag in ("fp32", "int8")]
+    return [rows[kind, f"fastbert-{tag}"][f"whole-{tag}"] for kind, tag in cases]
+
+
 @functools.cache
 def claims() -> dict[str, list[tuple[str, tuple[float, ...]]]]:
     """Page -> its sentences with figures that no script writes, and the measured figures."""
@@ -72,7 +85,17 @@ def claims() -> dict[str, list[tuple[str, tuple[float, ...]]]]:
         "MiniLM learns MRPC-like pairs {:.2f} × as fast as by transformers' `Trainer` in fp32 and "
         "{:.2f} × in bf16, and SQuAD-like windows {:.2f} × and {:.2f} × as fast"
     )
+    pruned = (
+        "A BERT-base without half its neurons is {:.2f} × as fast as the whole one in fp32 and {:.2f} × in "
+        "int8; without half its heads {:.2f} × and {:.2f} ×; without half its layers {:.2f} × and {:.2f} ×"
+    )
+    fewer = "BERT-base is {:.2f} × as fast in fp32 and {:.2f} × in int8"
     return {
+        "docs/compress.md": [
+            (pruned, tuple(of_compression("half-neurons", "half-heads", "half-layers"))),
+            (fewer, tuple(of_compression("power-bert"))),
+        ],
+        "docs/early-exit.md": [(fewer, tuple(of_compression("early-exit")))],
         "docs/fine-tune.md": [(learns, tuple(of_finetuning()))],
         "docs/gpu-server.md": [("costs the host {:.0f} to {:.0f} µs beside the replay", of_graphed_calls())],
         "docs/threads.md": [(neighbour + "with plain OpenMP {:.0f} times at most", lost)],
