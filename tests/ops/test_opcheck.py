@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastbert.ops.linear_fp8 import FP8
 from fastbert.runtime import dispatch
 from tests.support.hostile.custom_ops import OPS
 
@@ -58,4 +59,7 @@ def test_opcheck(op, backend):
             checks = () if change or untrained else checks
             if operands.get("save_bits"):  # cells without a defined bit may differ between runs
                 checks = checks[:1]
-            torch.library.opcheck(function, tuple(args), test_utils=(*SHAPES, *checks))
+            # PyTorch's check of schemas multiplies operands, and cannot multiply 8-bit floats
+            eight_bits = any(isinstance(t, torch.Tensor) and t.dtype == FP8 for t in args)
+            shapes = SHAPES[1:] if eight_bits else SHAPES
+            torch.library.opcheck(function, tuple(args), test_utils=(*shapes, *checks))
