@@ -149,7 +149,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axis.set_xticks(LABELLED, [str(count) for count in LABELLED])
     axis.minorticks_off()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="center right")
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.68))
     figure.savefig(path, dpi=110)
 
 
