@@ -14,7 +14,6 @@ each number of labels.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -30,8 +29,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import fastbert  # noqa: E402
-from bench.lib import machine  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
+from bench.lib.curves import measure, parser_of  # noqa: E402
 from bench.pruning import accuracy  # noqa: E402
 from fastbert.sentences.tokenizer import load_tokenizer  # noqa: E402
 from fastbert.tasks.examples import tokenized  # noqa: E402
@@ -155,21 +153,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Train, distil, print and write."""
-    parser = argparse.ArgumentParser(prog="bench/distillation.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    report = Report(args.json, {"seeds": args.seeds}, None, line)
-    report.data["environment"] = machine.describe(torch.device("cpu"))
-    for seed in range(args.seeds):
+
+    def rows_of(seed: int) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
-            report.row(row_of(seed, Path(folder)))
-    report.data["finished"] = True
-    report.save()
-    if args.figure is not None:
-        draw(report.data["rows"], args.figure)
-    return 0
+            return [row_of(seed, Path(folder))]
+
+    return measure(parser_of("distillation", __doc__).parse_args(), rows_of, line, draw)
 
 
 if __name__ == "__main__":

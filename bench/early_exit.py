@@ -12,7 +12,6 @@ if all texts leave at the same layer.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from bench import pruning  # noqa: E402
-from bench.lib import machine  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
+from bench.lib.curves import measure, parser_of  # noqa: E402
 from fastbert.compression.early_exit import EarlyExit  # noqa: E402
 from fastbert.compression.exit_training import KINDS  # noqa: E402
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification  # noqa: E402
@@ -120,21 +118,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Train, measure, print and write."""
-    parser = argparse.ArgumentParser(prog="bench/early_exit.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    report = Report(args.json, {"seeds": args.seeds}, None, line)
-    report.data["environment"] = machine.describe(torch.device("cpu"))
-    for seed in range(args.seeds):
-        for row in curves(seed):
-            report.row(row)
-    report.data["finished"] = True
-    report.save()
-    if args.figure is not None:
-        draw(report.data["rows"], args.figure)
-    return 0
+    return measure(parser_of("early_exit", __doc__).parse_args(), curves, line, draw)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ size, or those that movement pruning finds. Both have the same texts, steps, lea
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import sys
@@ -33,8 +32,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import fastbert  # noqa: E402
-from bench.lib import machine  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
+from bench.lib.curves import measure, parser_of  # noqa: E402
 from fastbert.analysis.measures import Measure  # noqa: E402
 from fastbert.compression import shrink  # noqa: E402
 from fastbert.compression.movement import Movement, MovementPruning  # noqa: E402
@@ -235,24 +233,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Train, prune, print and write."""
-    parser = argparse.ArgumentParser(prog="bench/pruning.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser = parser_of("pruning", __doc__)
     parser.add_argument("--learned", action="store_true", help="zeros that are chosen while a model learns")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.learned and args.figure is not None:
         parser.error("--figure: is of heads and neurons; expected none with --learned")
-    report = Report(args.json, {"seeds": args.seeds, "learned": args.learned}, None, line)
-    report.data["environment"] = machine.describe(torch.device("cpu"))
-    for seed in range(args.seeds):
-        for row in learned_curves(seed) if args.learned else curves(seed):
-            report.row(row)
-    report.data["finished"] = True
-    report.save()
-    if args.figure is not None:
-        draw(report.data["rows"], args.figure)
-    return 0
+    rows_of = learned_curves if args.learned else curves
+    return measure(args, rows_of, line, draw, learned=args.learned)
 
 
 if __name__ == "__main__":

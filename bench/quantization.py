@@ -13,7 +13,6 @@ in 4 bits after each `EVERY` steps of both trainings.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from pathlib import Path
@@ -28,8 +27,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import fastbert  # noqa: E402
-from bench.lib import machine  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
+from bench.lib.curves import measure, parser_of  # noqa: E402
 from fastbert.compression import qat  # noqa: E402
 
 KEYS, NUMBERS, VALUES = 56, 56, 8
@@ -144,20 +142,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Train, round, print and write."""
-    parser = argparse.ArgumentParser(prog="bench/quantization.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    report = Report(args.json, {"seeds": args.seeds}, None, line)
-    report.data["environment"] = machine.describe(torch.device("cpu"))
-    for seed in range(args.seeds):
-        report.row(row_of(seed))
-    report.data["finished"] = True
-    report.save()
-    if args.figure is not None:
-        draw(report.data["rows"], args.figure)
-    return 0
+    return measure(parser_of("quantization", __doc__).parse_args(), lambda seed: [row_of(seed)], line, draw)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""The command line of a script that trains a small model per seed, and draws what it has measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lib import machine
+from bench.lib.report import Report
+
+Row = dict[str, Any]
+
+
+def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The options of a script: of how many seeds, and where its rows and its picture go.
+
+    Args:
+        name: the script's, in bench/.
+        text: its docstring, whose first line is printed.
+    """
+    parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=(text or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE")
+    return parser
+
+
+def measure(
+    args: argparse.Namespace,
+    rows_of: Callable[[int], Iterable[Row]],
+    line: Callable[[Row], str],
+    draw: Callable[[list[Row], Path], None],
+    **settings: Any,
+) -> int:
+    """Print and write the rows of each seed, then draw them; returns the exit status.
+
+    Args:
+        args: of `parser_of`.
+        rows_of: seed -> its rows.
+        line: a row as it is printed.
+        draw: draws all rows into a file.
+        settings: what the rows depend on besides.
+    """
+    report = Report(args.json, {"seeds": args.seeds, **settings}, None, line)
+    report.data["environment"] = machine.describe(torch.device("cpu"))
+    for seed in range(args.seeds):
+        for row in rows_of(seed):
+            report.row(row)
+    report.data["finished"] = True
+    report.save()
+    if args.figure is not None:
+        draw(report.data["rows"], args.figure)
+    return 0
