@@ -19,7 +19,8 @@ from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.modules import part
-from fastbert.models.encoder import distances_of, layers_of
+from fastbert.models.batch import distances_of
+from fastbert.models.encoder import layers_of
 from fastbert.models.families import FAMILIES, Family
 from fastbert.runtime.prepared import module_of
 from fastbert.testing.serving import Choice, choices

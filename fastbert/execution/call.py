@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.elimination import Eliminated, Kept, smaller
+from fastbert.layers.elimination import Eliminated, Kept, kept_of, smaller
 from fastbert.layers.form import SITES, LayerForm, Parts
 from fastbert.layers.packing import Packing
 from fastbert.layers.taps import Taps
@@ -108,6 +108,13 @@ class Call:
     def batch_of(self, form: LayerForm | None) -> PackedBatch:
         """The batch as a layer of this form sees it, with the bias of the layer's own heads."""
         return self.batch if form is None else form.own_batch(self.batch)
+
+    def eliminate(self, schedule: Sequence[float], lengths: Sequence[int], device: torch.device) -> None:
+        """Let layers keep fewer tokens; arguments as of `fastbert.layers.elimination.kept_of`."""
+        kept = kept_of(schedule, lengths, device)
+        self.kept = kept if any(kept[: len(kept) - self.first_only]) else ()
+        # Tokens that have left are not restored where first tokens alone are asked for
+        self.eliminated = None if self.first_only else Eliminated()
 
     def restored(self, x: Tensor) -> Tensor:
         """The states of all tokens, also of those that have left."""

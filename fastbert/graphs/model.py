@@ -69,10 +69,10 @@ from fastbert.graphs.task import Around, GraphedTask
 from fastbert.graphs.weights import Weights
 from fastbert.layers.packing import Packing, send
 from fastbert.models.bert import BertModel
-from fastbert.models.encoder import pool
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
+from fastbert.models.pooler import pool
 from fastbert.runtime import dispatch, prepared
 
 # Replays of one call, while another thread changes the weights

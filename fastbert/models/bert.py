@@ -21,9 +21,12 @@ from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import Pooler, Stack, layers_of, pool, pooler_activation, pooler_gap, run_encoder
-from fastbert.models.inputs import Inputs, head_gates, packed_inputs
+from fastbert.models.encoder import layers_of, run_encoder
+from fastbert.models.input_checks import head_gates
+from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
+from fastbert.models.pooler import Pooler, pool, pooler_activation, pooler_gap
+from fastbert.models.stack import Stack
 
 if TYPE_CHECKING:
     from fastbert.models.calls import EncoderCall

@@ -1,4 +1,4 @@
-"""The inputs that callers pass to a model: checks, defaults, and the packed form.
+"""The inputs that callers pass to a model: defaults and the packed form. `input_checks.py` has the checks.
 
 All checks of values (ids in range, kept tokens per sequence) share one read-back, so that a forward on a GPU
 synchronises once. It needs no sync if the host has the lengths, as a mask or cu_seqlens in CPU memory:
@@ -20,12 +20,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 
 from fastbert.layers import packing
 from fastbert.layers.packing import Packing
 from fastbert.models.config import EncoderConfig
-from fastbert.models.config_values import MAX_SIZE
+from fastbert.models.input_checks import (
+    check_ids,
+    check_length,
+    check_lengths,
+    check_on,
+    check_ranges,
+    masks_of,
+    read_back,
+    tokens_of,
+)
 from fastbert.ops import checks
 from fastbert.runtime.loader import extension
 
@@ -124,7 +132,7 @@ class Inputs:
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        source, tokens, home = _tokens(input_ids, inputs_embeds, device)
+        source, tokens, home = tokens_of(input_ids, inputs_embeds, device)
         if input_ids is not None:
             if tokens.dim() != 1:
                 raise ValueError(f"input_ids: expected shape (total,), got {tuple(tokens.shape)}")
@@ -135,10 +143,10 @@ class Inputs:
         total = tokens.shape[0]
         if token_type_ids is not None and not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
-        _check_lengths(cu_seqlens, max_seqlen, home)
+        check_lengths(cu_seqlens, max_seqlen, home)
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             if ids is not None:
-                _ids(name, ids, home)
+                check_ids(name, ids, home)
                 checks.shape(name, ids, (total,))
         token_type_ids = token_type_ids if config.has_segments else None
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
@@ -155,7 +163,7 @@ class Inputs:
                 )
             elif config.family.unlimited:
                 looked_at["position_ids"] = position_ids
-            facts = _read_back(looked_at, cu_seqlens)
+            facts = read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
                 raise ValueError(
@@ -167,8 +175,8 @@ class Inputs:
             if longest > max_seqlen:
                 raise ValueError(f"max_seqlen: {max_seqlen} is below the longest sequence, {longest}")
             if position_ids is None:
-                _check_length(config, longest, source)
-            _check_ranges(config, facts)
+                check_length(config, longest, source)
+            check_ranges(config, facts)
             last_position = _last_position(config, position_ids, facts)
             known = tuple(end - start for start, end in pairwise(facts["extra"]))
         cu_seqlens = packing.send(cu_seqlens, home)
@@ -182,7 +190,7 @@ class Inputs:
                 "attention_mask: expected None or a 4-D mask beside cu_seqlens, because packed tokens have "
                 f"no padding; got shape {tuple(attention_mask.shape)}"
             )
-        _, bias = _masks(config, attention_mask, packed.batch, max_seqlen, home)
+        _, bias = masks_of(config, attention_mask, packed.batch, max_seqlen, home)
         if position_ids is None:
             position_ids = packing.positions_of(cu_seqlens, total)[1]
             if config.family.pad_positions:
@@ -195,30 +203,11 @@ class Inputs:
 
 def _packed_globals(mask: Tensor, total: int, home: torch.device) -> Tensor:
     """Which packed tokens are global, (total,) bool, by a mask of 1 and 2."""
-    _on("attention_mask", mask, home)
+    check_on("attention_mask", mask, home)
     checks.shape("attention_mask", mask, (total,))
     if not torch.compiler.is_compiling() and bool((mask == 0).any()):
         raise ValueError("attention_mask: expected 1, or 2 for a global token, beside cu_seqlens, got 0")
     return mask == 2
-
-
-def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -> None:
-    whole = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
-    if max_seqlen is not None and not whole:
-        raise TypeError(f"max_seqlen: expected an integer or None, got {max_seqlen!r}")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        came = (
-            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-            if isinstance(cu_seqlens, Tensor)
-            else type(cu_seqlens).__name__
-        )
-        raise TypeError(
-            f"cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries, got {came}"
-        )
-    if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
-        _on("cu_seqlens", cu_seqlens, home)
-    if cu_seqlens.shape[0] < 1:
-        raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
 
 
 @functools.cache
@@ -358,7 +347,7 @@ def check_inputs(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    source, tokens, home = _tokens(input_ids, inputs_embeds, device)
+    source, tokens, home = tokens_of(input_ids, inputs_embeds, device)
     if input_ids is not None:
         if tokens.dim() != 2:
             raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(tokens.shape)}")
@@ -371,21 +360,21 @@ def check_inputs(
     if seqlen == 0:
         raise ValueError(f"{source}: expected at least one token per sequence, got shape {shape}")
     if position_ids is None:
-        _check_length(config, seqlen, source)
+        check_length(config, seqlen, source)
     if token_type_ids is not None:
-        _ids("token_type_ids", token_type_ids, home)
+        check_ids("token_type_ids", token_type_ids, home)
         checks.shape("token_type_ids", token_type_ids, shape)
         if not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
     token_type_ids = token_type_ids if config.has_segments else None
     if position_ids is not None:
-        _ids("position_ids", position_ids, home)
+        check_ids("position_ids", position_ids, home)
         if tuple(position_ids.shape) not in (shape, (1, seqlen)):
             raise ValueError(
                 f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}"
             )
         position_ids = position_ids.expand(shape)
-    mask, bias = _masks(config, attention_mask, batch, seqlen, home)
+    mask, bias = masks_of(config, attention_mask, batch, seqlen, home)
     lengths = first_masked = None
     last_position = _last_position(config, position_ids, {}) if torch.compiler.is_compiling() else None
     holes = mask is not None and torch.compiler.is_compiling()
@@ -399,8 +388,8 @@ def check_inputs(
             asked = [mask.sum(1), mask[:, 0].long()]
             if config.family.counts_columns:
                 asked.append(packing.runs(mask))
-        facts = _read_back(ids, torch.cat(asked) if asked else None)
-        _check_ranges(config, facts)
+        facts = read_back(ids, torch.cat(asked) if asked else None)
+        check_ranges(config, facts)
         last_position = _last_position(config, position_ids, facts)
         extra = facts["extra"]
         lengths, first_kept, in_runs = extra[:batch], extra[batch : 2 * batch], extra[2 * batch :]
@@ -428,102 +417,6 @@ def check_inputs(
     )
 
 
-def _tokens(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, device: torch.device
-) -> tuple[str, Tensor, torch.device]:
-    """Name and tensor of the argument with the tokens, and its device: the model's, or the host."""
-    both = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    given = [(name, t) for name, t in both.items() if t is not None]
-    if len(given) != 1:
-        came = "both" if given else "neither"
-        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {came}")
-    ((name, t),) = given
-    (checks.float_tensor if input_ids is None else checks.int_tensor)(name, t)
-    if is_batchedtensor(t):
-        raise ValueError(
-            f"{name}: is mapped by torch.func.vmap, under which the host cannot read lengths; map the "
-            "parameters instead, or call the model for each example"
-        )
-    if not (t.device.type == "cpu" and _may_be_on_host(device)):
-        _on(name, t, device)
-    return name, t, t.device
-
-
-def head_gates(config: EncoderConfig, head_mask: Tensor, device: torch.device) -> Tensor:
-    """Factors (layers, nheads) from a head mask of shape (nheads,) or (layers, nheads).
-
-    Raises:
-        TypeError, ValueError: for another dtype or shape.
-    """
-    if not isinstance(head_mask, Tensor):
-        raise TypeError(f"head_mask: expected a torch.Tensor, got {type(head_mask).__name__}")
-    nheads = config.num_attention_heads
-    layers = config.num_hidden_layers * (config.get("inner_group_num") or 1)
-    if tuple(head_mask.shape) not in ((nheads,), (layers, nheads)):
-        raise ValueError(
-            f"head_mask: expected shape ({nheads},) or ({layers}, {nheads}), got {tuple(head_mask.shape)}"
-        )
-    if head_mask.dtype.is_complex:
-        raise TypeError(f"head_mask: expected a real tensor, got {head_mask.dtype}")
-    _on("head_mask", head_mask, device)
-    gates = head_mask if head_mask.is_floating_point() else head_mask.float()
-    return gates.expand(layers, nheads)
-
-
-def _ids(name: str, ids: Tensor, device: torch.device) -> None:
-    checks.int_tensor(name, ids)
-    _on(name, ids, device)
-
-
-def _on(name: str, t: Tensor, device: torch.device) -> None:
-    if t.device != device:
-        raise ValueError(
-            f"{name}: expected a tensor on {device}, where the model or the ids are, got one on {t.device}"
-        )
-
-
-def _may_be_on_host(device: torch.device) -> bool:
-    """Whether a caller of a model on `device` may also pass CPU tensors."""
-    return device.type not in ("cpu", "meta") and not torch.compiler.is_compiling()
-
-
-def _masks(
-    config: EncoderConfig, mask: Tensor | None, batch: int, seqlen: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """(2-D keep mask or None, 4-D additive bias or None)."""
-    if mask is None:
-        return None, None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask: expected a torch.Tensor, got {type(mask).__name__}")
-    if mask.dtype.is_complex:
-        raise TypeError(f"attention_mask: expected bool, an integer or a float dtype, got {mask.dtype}")
-    if not (mask.dim() == 2 and mask.device.type == "cpu" and _may_be_on_host(device)):
-        _on("attention_mask", mask, device)
-    if mask.dim() == 2:
-        checks.shape("attention_mask", mask, (batch, seqlen))
-        return mask if mask.dtype == torch.bool else mask != 0, None
-    heads = config.num_attention_heads
-    if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
-        if config.fixed_heads is not None:
-            raise ValueError(
-                "attention_mask: expected 2-D, got 4-D; heads with fixed patterns (config fixed_heads) "
-                "attend by position, also to what the mask hides"
-            )
-        b, h, *rest = mask.shape
-        if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):
-            raise ValueError(
-                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen} or 1, {seqlen}), "
-                f"got {tuple(mask.shape)}"
-            )
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, device=device).masked_fill(mask.logical_not(), float("-inf"))
-        return None, mask
-    raise ValueError(
-        "attention_mask: expected 2-D of any real dtype, or 4-D bool or float, "
-        f"got {mask.dim()}-D {mask.dtype}"
-    )
-
-
 def _default_positions(
     config: EncoderConfig, input_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
 ) -> Tensor:
@@ -542,42 +435,3 @@ def _last_position(
     if position_ids is None or not config.family.unlimited:
         return None
     return facts.get("position_ids", (0, config.max_position_embeddings - 1))[1]
-
-
-def _check_length(config: EncoderConfig, longest: int, name: str) -> None:
-    if config.has_positions and longest > config.max_tokens:
-        raise ValueError(
-            f"{name}: a sequence of {longest} tokens is longer than the {config.max_tokens} that "
-            f"max_position_embeddings = {config.max_position_embeddings} allows"
-        )
-
-
-def _read_back(tensors: dict[str, Tensor | None], extra: Tensor | None) -> dict[str, list[int]]:
-    """(smallest, largest) of each tensor, and the 1-D `extra`, in one transfer to the host."""
-    given = {name: t for name, t in tensors.items() if t is not None and t.numel()}
-    parts = [torch.stack(torch.aminmax(t)).long() for t in given.values()]
-    if extra is not None:
-        parts.append(extra.long())
-    values = torch.cat(parts).tolist() if parts else []
-    facts = {name: values[2 * i : 2 * i + 2] for i, name in enumerate(given)}
-    facts.setdefault("lengths", [0, 0])
-    facts["extra"] = values[2 * len(given) :]
-    return facts
-
-
-def _check_ranges(config: EncoderConfig, facts: dict[str, list[int]]) -> None:
-    tables = (
-        ("input_ids", "token id", config.vocab_size, "vocab_size"),
-        ("token_type_ids", "token type", config.type_vocab_size, "type_vocab_size"),
-        ("position_ids", "position", config.max_position_embeddings, "max_position_embeddings"),
-    )
-    limits = {"token_type_ids": config.has_segments, "position_ids": config.has_positions}
-    for name, what, size, key in tables:
-        low, high = facts.get(name, (0, 0))
-        if not limits.get(name, True):
-            # No table limits these numbers
-            size = MAX_SIZE
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"{name}: {what} {low if low < 0 else high} is outside [0, {size}), the range {key} allows"
-            )

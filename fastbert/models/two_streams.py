@@ -18,9 +18,10 @@ from fastbert.layers.form import SITES
 from fastbert.layers.linear import dropped
 from fastbert.layers.sinusoids import TABLE_SITE, sinusoids, sinusoids_of
 from fastbert.layers.two_streams import LAST_SITE, Pairs, rate
+from fastbert.models.batch import columns_of
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import columns_of, dropout_seed, run_encoder
+from fastbert.models.encoder import dropout_seed, run_encoder
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import check_tensor

@@ -26,7 +26,8 @@ from fastbert.models.heads.sequence_classification import BertForSequenceClassif
 from fastbert.models.heads.span_search import SpanSearch
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.heads.token_classification import BertForTokenClassification
-from fastbert.models.inputs import Inputs, head_gates
+from fastbert.models.input_checks import head_gates
+from fastbert.models.inputs import Inputs
 from fastbert.models.labels import check_tensor
 from fastbert.models.outputs import LogitsOutput, ModelOutput, QuestionAnsweringOutput
 from fastbert.models.two_streams import both_streams, content_stream

@@ -20,9 +20,9 @@ from fastbert.execution.plan import survey
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.positions import rotary_tables
 from fastbert.models.auto import AutoModel
+from fastbert.models.batch import distances_of
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import distances_of
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of

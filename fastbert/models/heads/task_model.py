@@ -18,12 +18,12 @@ from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Activation
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import pooler_gap
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput, ModelOutput
 from fastbert.models.paths import ClassifierHead
+from fastbert.models.pooler import pooler_gap
 from fastbert.ops import checks
 from fastbert.ops.activation import SPELLINGS, activate_eager
 from fastbert.ops.cross_entropy import cross_entropy
