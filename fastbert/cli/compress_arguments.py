@@ -114,6 +114,11 @@ def add_distill(commands: Any) -> None:
         metavar="N,…",
         help="the student begins with these layers of the teacher, from 0; no default",
     )
+    add(
+        "--student-family",
+        choices=("bert", "distilbert"),
+        help="of a student of --layers; distilbert has no token types (default: the teacher's)",
+    )
     add("--recipe", choices=RECIPES, help="what the student learns by (default kd; of bilstm, bilstm)")
     add(
         "--data",

@@ -13,8 +13,8 @@ from fastbert.training.loop import DTYPES, Interrupted
 from fastbert.training.parallel import Parallel
 
 # Options that are passed on as they are, if they are given
-_SAME = ("recipe", "cache", "lr", "epochs", "temperature", "batch_size", "max_length", "relation_heads")
-_SAME += ("seed", "save_every", "workers", "dtype")
+_SAME = ("recipe", "student_family", "cache", "lr", "epochs", "temperature", "batch_size", "max_length")
+_SAME += ("relation_heads", "seed", "save_every", "workers", "dtype")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import digest, replace
+from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.compression.distillation import data as reading
 from fastbert.compression.distillation.bilstm import MODEL_TYPE
@@ -44,6 +44,7 @@ from fastbert.finetuning.fit import micro_batches
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.task import Task
+from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import DTYPES, Trainer
@@ -51,7 +52,7 @@ from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stages import Stage
 
-RESULTS, RUN = "results.json", "run"
+RESULTS, RUN, TOKENIZER_CONFIG = "results.json", "run", "tokenizer_config.json"
 # Settings of a run besides lr and epochs, which may differ between phases
 SETTINGS = ("batch_size", "max_length", "seed", "dtype", "optimizer", "warmup", "weight_decay", "eps")
 
@@ -84,6 +85,7 @@ def distill(
     output: str | Path,
     recipe: str | Recipe | None = None,
     *,
+    student_family: str | None = None,
     task: str | Task = "csv",
     lr: float | Sequence[float] | None = None,
     epochs: float | Sequence[float] | None = None,
@@ -110,6 +112,8 @@ def distill(
         data: text or labelled examples, as the recipe reads; see `distillation.data`.
         output: the directory to write; a run that is there resumes.
         recipe: a name of `distillation.recipes.RECIPES`, or a recipe; None: "kd", of a BiLSTM "bilstm".
+        student_family: of a student of the teacher's layers: "distilbert" or "bert"; see
+            `distillation.families`. None: the teacher's.
         task: of a directory of labelled examples, see `fastbert.finetuning.tasks`.
         lr, epochs: one number, or one per phase of the recipe; None: the recipe's.
         weights: loss -> its weight in all phases, in place of the recipe's; 0 leaves it out.
@@ -151,7 +155,7 @@ def distill(
             expected = "one process" if made.replaces else "one process or ddp"
             raise ValueError(f"parallel: expected {expected} for {name}, got {parallel.kind}")
         of_teacher = teacher_of(made, place, parallel.device)
-        begun = student_of(student, made, of_teacher)
+        begun = student_of(student, made, of_teacher, student_family)
         first, same = begun.make(), same_words(begun, place)
         names = [phase.weights for phase in phases]
         pairs = check_pair(made, names, first, of_teacher, same, layer_map, heads)
@@ -386,4 +390,9 @@ def _write(output: Path, student: Any, place: Path, content: Mapping[str, Any]) 
     for name in TOKENIZER_FILES:
         if (place / name).is_file():
             shutil.copyfile(place / name, output / name)
+    path = output / TOKENIZER_CONFIG
+    if path.is_file() and isinstance(student, PreTrainedModel) and not student.config.family.segments:
+        # transformers' DistilBERT refuses the token types that BERT's tokenizer makes
+        values = {**read_json(path), "model_input_names": ["input_ids", "attention_mask"]}
+        replace(path, (json.dumps(values, indent=2) + "\n").encode())
     replace(output / RESULTS, (json.dumps(content, indent=1) + "\n").encode())

@@ -21,6 +21,7 @@ from fastbert.compression.distillation.bilstm import (
     BiLstmConfig,
     BiLstmForSequenceClassification,
 )
+from fastbert.compression.distillation.families import in_family
 from fastbert.compression.distillation.objective import depth_of
 from fastbert.compression.distillation.recipes import OF_SENTENCES, TASK, Recipe, layer_pairs
 from fastbert.finetuning import trained
@@ -78,13 +79,18 @@ def teacher_of(recipe: Recipe, place: Path, device: torch.device) -> Any:
     return model.float().requires_grad_(False).eval()
 
 
-def student_of(given: Any, recipe: Recipe, teacher: Any) -> Student:
-    """The student of an argument of `distill`.
+def student_of(given: Any, recipe: Recipe, teacher: Any, family: str | None = None) -> Student:
+    """The student of the arguments `student` and `student_family` of `distill`.
 
     Raises:
-        TypeError, ValueError: naming `student`, what came and what was expected.
+        TypeError, ValueError: naming the argument, what came and what was expected.
     """
     kind = kind_of(recipe)
+    of_layers = isinstance(given, Sequence) and not isinstance(given, str)
+    if family is not None and not of_layers:
+        raise ValueError(
+            f"student_family: expected None, as the student is no list of layers, got {family!r}"
+        )
     if isinstance(given, str) and given == MODEL_TYPE:
         return _bilstm(recipe, teacher)
     if isinstance(given, (str, Path)):
@@ -98,18 +104,22 @@ def student_of(given: Any, recipe: Recipe, teacher: Any) -> Student:
         values = {name: t.detach().contiguous().clone() for name, t in whole.state_dict().items()}
         described = {"weights": digest(save(values)), "config": whole.config.to_dict()}
         return Student(lambda: copy.deepcopy(whole), described)
-    if isinstance(given, Sequence) and all(type(layer) is int for layer in given):
+    if of_layers and all(type(layer) is int for layer in given):
         layers = list(given)
-        shrink.without(teacher, layers=layers)  # raises now, not when the run begins
-        return Student(lambda: _of_layers(teacher, layers), {"layers": layers})
+        _of_layers(teacher, layers, family)  # raises now, not when the run begins
+        described = {"layers": layers} if family is None else {"layers": layers, "family": family}
+        return Student(lambda: _of_layers(teacher, layers, family), described)
     raise TypeError(
         "student: expected a directory, a config, a model, a list of the teacher's layers or "
         f"{MODEL_TYPE!r}, got {type(given).__name__}"
     )
 
 
-def _of_layers(teacher: Any, layers: list[int]) -> Any:
-    return shrink.without(teacher, layers=layers).cpu().requires_grad_(True)
+def _of_layers(teacher: Any, layers: list[int], family: str | None) -> Any:
+    cut = shrink.without(teacher, layers=layers).cpu()
+    if family is not None and family != cut.config.model_type:
+        cut = in_family(cut, family)
+    return cut.requires_grad_(True)
 
 
 def _of_directory(given: Path, kind: Any, teacher: Any) -> Student:
