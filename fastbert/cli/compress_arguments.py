@@ -96,7 +96,7 @@ def add_distill(commands: Any) -> None:
         "distill",
         help="train a small model to compute what a large one computes",
         description="Train a student on the outputs of a teacher. kd, bilstm, pkd, tinybert-task and theseus "
-        "read labelled examples, and the teacher is a fine-tuned text classifier. distilbert, tinybert, "
+        "read labelled examples, and the teacher is fine-tuned for their task. distilbert, tinybert, "
         "minilm and minilmv2 read text. Prints parameters, size, operations per token, measured tokens per "
         "second and scores of teacher and student, and the papers' rows. Rerun to resume; results are "
         "bit-identical.",
@@ -127,7 +127,12 @@ def add_distill(commands: Any) -> None:
         help='labelled examples: .jsonl with "text", maybe "pair" and maybe "label"; .txt without labels; or '
         "a directory of --task. Text: .txt, .jsonl or .parquet, or a corpus of fastbert prepare",
     )
-    add("--task", metavar="TASK", default="csv", help="of a directory of labelled examples (default csv)")
+    add(
+        "--task",
+        metavar="TASK",
+        default="csv",
+        help="of a directory of labelled examples: csv, a task of GLUE, ner, squad or squad2 (default csv)",
+    )
     add("--output", required=True, metavar="DIR", help="the student, results.json and the run")
     add("--cache", metavar="DIR", help="compute the teacher's outputs once and keep them here; default: none")
     add(

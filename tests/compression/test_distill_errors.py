@@ -65,7 +65,7 @@ REFUSED = {
         {"data": "data/table.parquet"},
         "data: .*expected a directory, or a file that ends in",
     ),
-    "another task": ({"task": "squad"}, "task: expected one with a class or a number per text, got squad"),
+    "another task": ({"task": "swag"}, "task: expected one with labels of texts, tokens or spans, got swag"),
     "a folder": ({"recipe": "minilm", "teacher": "base"}, "data: .*: expected a corpus of fastbert prepare"),
     "text for a bilstm": (
         {"recipe": "minilm", "teacher": "base", "student": "bilstm", "data": "text.txt"},

@@ -86,6 +86,25 @@ def outputs(
         yield group, {name: t.cpu() for name, t in found.items()}
 
 
+def starts_of(source: Any) -> np.ndarray:
+    """(examples + 1,) int64, the first token of each example of the first epoch."""
+    return np.concatenate([[0], np.cumsum(source.plan(0).lengths, dtype=np.int64)])
+
+
+def gathered(
+    model: Any, source: Any, wanted: Collection[str], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """name -> the rows of all examples, in their order; arguments as `outputs`."""
+    starts, whole = starts_of(source), {}
+    for numbers, found in outputs(model, source, wanted, dtype):
+        for name, t in found.items():
+            if name not in whole:
+                count = len(starts) - 1 if _of_examples(name) else int(starts[-1])
+                whole[name] = t.new_empty(count, *t.shape[1:])
+            whole[name][_places(name, numbers, starts)] = t
+    return whole
+
+
 def write_cache(
     folder: Path,
     key: Mapping[str, Any],
@@ -109,14 +128,7 @@ def write_cache(
         _check(path, key, wanted)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    starts = np.concatenate([[0], np.cumsum(source.plan(0).lengths, dtype=np.int64)])
-    whole: dict[str, Tensor] = {}
-    for numbers, found in outputs(teacher, source, wanted, dtype):
-        for name, t in found.items():
-            if name not in whole:
-                count = len(starts) - 1 if _of_examples(name) else int(starts[-1])
-                whole[name] = t.new_empty(count, *t.shape[1:])
-            whole[name][_places(name, numbers, starts)] = t
+    whole = gathered(teacher, source, wanted, dtype)
     new = folder / f"{own_tag()}.new"
     save_file(whole, new, {KEY: json.dumps(dict(key), sort_keys=True)})
     new.replace(path)

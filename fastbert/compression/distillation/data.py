@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 
 from fastbert.compression.distillation.cache import Cached
 from fastbert.compression.distillation.objective import CACHED, OTHER
+from fastbert.compression.distillation.reading import SPANS, TEXTS, TOKENS, WORDS
 from fastbert.finetuning.encoded import Encoded, joined
 from fastbert.finetuning.fit import Split
 from fastbert.finetuning.sequences import SequenceTask, pairs_encoded
 from fastbert.finetuning.splits import check_fits
 from fastbert.finetuning.task import Task
-from fastbert.finetuning.tasks import task_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
 from fastbert.pretraining.corpus import INDEX, Corpus
@@ -63,14 +63,14 @@ class Taught:
     Attributes:
         inner: the source of the student's inputs.
         losses: names of `recipes`; a batch counts what each is the mean of.
-        of_words: whether "kd" is a mean over tokens.
+        rows: what logits are of; see `reading.rows_of`.
         other: the same texts as the teacher's tokens; None if it reads the student's.
         cached: the teacher's outputs, or None.
     """
 
     inner: Any
     losses: tuple[str, ...]
-    of_words: bool = False
+    rows: str = TEXTS
     other: Encoded | None = None
     cached: Cached | None = None
 
@@ -101,10 +101,14 @@ class Taught:
             given |= {f"{CACHED}{name}": rows for name, rows in self.cached.rows(numbers).items()}
         counts = {**batch.counts, **dict.fromkeys(_TOKENS, tokens), **dict.fromkeys(_EXAMPLES, len(numbers))}
         counts["scores"] = int((batch.lengths.astype(np.int64) ** 2).sum())
-        if self.of_words:
+        if self.rows == WORDS:
             counts["kd"] = tokens
-        elif "labels" in given:
+        elif self.rows != SPANS and "labels" in given:
             counts["task"] = int((given["labels"] != IGNORED).sum())
+        if self.rows == TOKENS:
+            counts["kd"] = counts["logits"] = counts["task"]
+        if self.rows in (TOKENS, SPANS):
+            counts["patient"] = tokens
         return Batch(given, {name: counts[name] for name in self.losses}, batch.lengths)
 
 
@@ -159,7 +163,7 @@ class Labelled:
 
 def labelled_of(
     data: Path,
-    task: str | Task,
+    task: Task,
     teacher: EncoderConfig,
     readers: Sequence[tuple[Tokenizer, Any]],
     max_length: int,
@@ -168,7 +172,7 @@ def labelled_of(
 
     Args:
         data: see the module.
-        task: a task, or its name, of a directory.
+        task: of a directory; a file has texts.
         teacher: its config, whose classes the labels must be.
         readers: (tokenizer, config) of each model that reads.
         max_length: most tokens of an example; a longer one is cut.
@@ -183,6 +187,8 @@ def labelled_of(
         return encoded
 
     if data.is_file():
+        if not isinstance(task, SequenceTask):
+            raise ValueError(f"data: {data}: expected a directory of {task.name}")
         texts = _file(data, names)
         given = texts.texts if texts.pairs is None else list(zip(texts.texts, texts.pairs, strict=True))
         labels = {"labels": np.asarray(texts.labels, np.float32 if len(names) == 1 else np.int64)}
@@ -190,24 +196,21 @@ def labelled_of(
             checked(joined(pairs_encoded(reader[0], given, max_length), labels), reader) for reader in readers
         )
         return Labelled(list(found), {})
-    made = task if isinstance(task, Task) else task_of(task)
-    if not isinstance(made, SequenceTask):
-        raise ValueError(f"task: expected one with a class or a number per text, got {made.name}")
-    splits = made.splits(data)
+    splits = task.splits(data)
     if not splits["train"]:
-        raise ValueError(f"data: {data} has no train file of {made.name}")
-    train = made.read(data, splits["train"][0])
-    made.adopt(teacher)
-    if ([*made.classes] or [None]) != (names if made.classes else [None] * len(names)):
-        raise ValueError(f"data: {data} has the classes {[*made.classes]}, but the teacher has {names}")
-    read = {name: made.read(data, name) for name in splits["dev"]}
+        raise ValueError(f"data: {data} has no train file of {task.name}")
+    train = task.read(data, splits["train"][0])
+    task.adopt(teacher)
+    if (task.classes and [*task.classes] != names) or (task.labels and task.labels != len(names)):
+        raise ValueError(f"data: {data} has the classes {[*task.classes]}, but the teacher has {names}")
+    read = {name: task.read(data, name) for name in splits["dev"]}
     return Labelled(
-        [checked(made.encode(train, r[0], max_length, True), r) for r in readers],
+        [checked(task.encode(train, r[0], max_length, True), r) for r in readers],
         {
-            name: [Split(each, checked(made.encode(each, r[0], max_length, False), r)) for r in readers]
+            name: [Split(each, checked(task.encode(each, r[0], max_length, False), r)) for r in readers]
             for name, each in read.items()
         },
-        made,
+        task,
     )
 
 

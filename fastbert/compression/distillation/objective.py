@@ -15,14 +15,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastbert.compression.distillation import losses, map_losses
-from fastbert.compression.distillation.reading import Read, read
+from fastbert.compression.distillation.reading import (
+    SPANS,
+    TEXTS,
+    TOKENS,
+    WORDS,
+    Read,
+    read,
+    rows_of,
+    span_rows,
+)
 from fastbert.compression.distillation.recipes import READS
 from fastbert.compression.distillation.theseus import Replacing
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import projection_of
-from fastbert.models.heads.masked_lm import MaskedLMModel
 from fastbert.models.labels import IGNORED
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear_distillation import linear_distillation
@@ -71,10 +79,10 @@ class Distilled(Losses):
             widths = [getattr(model.config, "hidden_size", 0) for model in (student, teacher)]
             if name in self.weights and widths[0] != widths[1]:
                 self.maps[name] = nn.Linear(*widths, bias=False)
-        self.wanted = wanted(self.weights, self.pairs, student, teacher)
-        if "logits" not in self.wanted[0] and not isinstance(student, MaskedLMModel):
+        self.wanted, self.rows = wanted(self.weights, self.pairs, student, teacher), rows_of(student)
+        if not {"logits", "token_logits"} & self.wanted[0] and self.rows != WORDS:
             freeze_above(student, self.wanted[0])
-        self._words = "kd" in self.weights and isinstance(student, MaskedLMModel)
+        self._words = "kd" in self.weights and self.rows == WORDS
 
     @property
     def teacher(self) -> Any:
@@ -96,30 +104,52 @@ class Distilled(Losses):
         found = {name: self._loss(name, of_student, taught, own) for name in self.weights}
         correct = {}
         if measure and "task" in found and not self._regression:
-            correct["task"] = (of_student.tensors["logits"].argmax(-1) == own["labels"]).sum()
+            logits, labels = self._answers(of_student, own)
+            right = logits.argmax(-1) == labels
+            # A span is right if its start and its end are
+            correct["task"] = (right.unflatten(0, (2, -1)).all(0) if self.rows == SPANS else right).sum()
         return found, correct
 
     @property
     def _regression(self) -> bool:
-        return self.student.config.num_labels == 1
+        return self.rows == TEXTS and self.student.config.num_labels == 1
+
+    def _logits(self, of: Read, inputs: dict[str, Any]) -> Tensor:
+        """(rows, classes): a row per text, per labelled token, or per start and per end of a span."""
+        if self.rows == TEXTS:
+            return of.tensors["logits"]
+        logits = of.tensors["token_logits"]
+        if self.rows == SPANS:
+            return span_rows(logits, inputs["cu_seqlens"])
+        return logits[inputs["labels"] != IGNORED]
+
+    def _answers(self, student: Read, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The logits and the label of each row."""
+        logits = self._logits(student, inputs)
+        if self.rows == SPANS:
+            return logits, torch.cat([inputs["start_positions"], inputs["end_positions"]])
+        labels = inputs["labels"]
+        return logits, labels if self.rows == TEXTS else labels[labels != IGNORED]
 
     def _loss(self, name: str, student: Read, teacher: Read, inputs: dict[str, Any]) -> Tensor:
         s, t = student.tensors, teacher.tensors
         if name == "task":
+            logits, labels = self._answers(student, inputs)
             if self._regression:
-                return F.mse_loss(s["logits"].float().squeeze(1), inputs["labels"].float())
-            return cross_entropy(s["logits"], inputs["labels"], ignore_index=IGNORED)
+                return F.mse_loss(logits.float().squeeze(1), labels.float())
+            return cross_entropy(logits, labels, ignore_index=IGNORED)
         if name == "mlm":
             return self.student.vocabulary_loss(student.encoded, inputs["labels"], inputs["labelled"])
         if name == "kd" and self._words:
             return self._words_loss(student, teacher)
         if name in ("kd", "logits"):
+            own, taught = (self._logits(each, inputs) for each in (student, teacher))
             if name == "logits" or self._regression:
-                return losses.mean_squared(s["logits"], t["logits"])
-            return losses.soft_cross_entropy(s["logits"], t["logits"], self.temperature)
+                return losses.mean_squared(own, taught)
+            return losses.soft_cross_entropy(own, taught, self.temperature)
         compared = []
         for m, n in pairs_of(name, self.pairs, self.student, self.teacher):
-            given = [(s[f"{kind}.{m}"], t[f"{kind}.{n}"]) for kind in READS[name]]
+            given = [(s[f"{kind}.{m}"], t[f"{kind}.{n}"]) for kind in reads(name, self.rows)]
             compared.append(self._compared(name, given, student))
         total = torch.stack(compared).sum()
         return total / len(compared) if name == "patient" else total
@@ -206,17 +236,25 @@ def pairs_of(
     return pairs
 
 
+def reads(name: str, rows: str) -> tuple[str, ...]:
+    """The kinds of tensors that a loss reads; of tokens and spans those of all tokens, not of [CLS]."""
+    kinds: tuple[str, ...] = READS[name]
+    if rows not in (TOKENS, SPANS):
+        return kinds
+    return tuple({"logits": "token_logits", "first": "states"}.get(kind, kind) for kind in kinds)
+
+
 def wanted(
     weights: Mapping[str, float], pairs: Sequence[tuple[int, int]], student: Any, teacher: Any
 ) -> tuple[set[str], set[str]]:
     """What losses read of the student and of the teacher, as names of `reading.py`."""
-    own, of_teacher = set(), set()
+    own, of_teacher, rows = set(), set(), rows_of(student)
     for name in weights:
         if name == "task":
-            own.add("logits")
-        for kind in READS[name]:
-            if kind == "logits":
-                if not isinstance(student, MaskedLMModel):
+            own |= {*reads("kd", rows)}
+        for kind in reads(name, rows):
+            if kind.endswith("logits"):
+                if rows != WORDS:
                     own.add(kind)
                     of_teacher.add(kind)
                 continue

@@ -1,6 +1,7 @@
 """What losses read of a model for a packed batch.
 
     logits                         (sequences, classes)
+    token_logits                   (total, classes); of spans (total, 2), as start and as end
     states.L                       (total, hidden), the output of layer L
     first.L                        (sequences, hidden), its rows of first tokens
     queries.L, keys.L, values.L    (total, nheads, headdim), of layer L
@@ -14,16 +15,49 @@ import contextlib
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fastbert.compression.distillation.bilstm import BiLstmForSequenceClassification
 from fastbert.finetuning.encoded import has_segments
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
+from fastbert.models.heads.masked_lm import MaskedLMModel
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.models.heads.task_model import Encoded, TaskModel
+from fastbert.models.heads.token_classification import BertForTokenClassification
 
 _QKV = ("queries", "keys", "values")
+# What the logits of a model are of
+TEXTS, TOKENS, SPANS, WORDS, NOTHING = "texts", "tokens", "spans", "words", "nothing"
+_HEADS = (
+    (MaskedLMModel, WORDS),
+    (BertForTokenClassification, TOKENS),
+    (BertForQuestionAnswering, SPANS),
+    (BertForSequenceClassification, TEXTS),
+    (BiLstmForSequenceClassification, TEXTS),
+)
+
+
+def rows_of(model: Any) -> str:
+    """What the logits of a model are of: `TEXTS`, `TOKENS`, `SPANS`, `WORDS`, or `NOTHING`."""
+    return next((rows for head, rows in _HEADS if isinstance(model, head)), NOTHING)
+
+
+def span_rows(logits: Tensor, ends: Tensor) -> Tensor:
+    """(total, 2) scores of starts and ends -> (2 · sequences, longest): a start per row, then an end per row.
+
+    Scores after a sequence's last token are -inf.
+
+    Args:
+        logits: the scores, packed.
+        ends: (sequences + 1,) `cu_seqlens`, on the host.
+    """
+    parts = [*logits.split(ends.diff().tolist())]
+    return pad_sequence(parts, batch_first=True, padding_value=-torch.inf).permute(2, 0, 1).flatten(0, 1)
 
 
 class Read(NamedTuple):
@@ -87,9 +121,9 @@ def read(model: Any, inputs: dict[str, Any], wanted: Collection[str]) -> Read:
             given |= {} if types is None else {"token_type_ids": types}
             encoded, (_, found, _, packed) = None, model(ids, **given, packed=True)
     tensors = taps.tensors
-    if "logits" in wanted:
+    for name in {"logits", "token_logits"} & {*wanted}:
         assert encoded is not None
-        tensors["logits"] = model.logits(encoded)[0]
+        tensors[name] = model.logits(encoded)[0]
     for name in wanted:
         kind, _, number = name.partition(".")
         if kind in ("states", "first"):

@@ -28,20 +28,23 @@ from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.compression.distillation import data as reading
 from fastbert.compression.distillation.bilstm import MODEL_TYPE
-from fastbert.compression.distillation.cache import FILE, Cached, outputs, write_cache
-from fastbert.compression.distillation.objective import Distilled, wanted
-from fastbert.compression.distillation.recipes import RECIPES, TASK, Phase, Recipe
+from fastbert.compression.distillation.cache import FILE, Cached, gathered, starts_of, write_cache
+from fastbert.compression.distillation.objective import Distilled, reads, wanted
+from fastbert.compression.distillation.reading import SPANS, rows_of
+from fastbert.compression.distillation.recipes import RECIPES, Phase, Recipe
 from fastbert.compression.distillation.students import (
     Student,
     check_pair,
     same_words,
     student_of,
+    task_of,
     teacher_of,
 )
 from fastbert.compression.distillation.theseus import REPLACING
 from fastbert.finetuning.encoded import Source
 from fastbert.finetuning.fit import micro_batches
 from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.finetuning.sequences import SequenceTask
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.task import Task
 from fastbert.models.base import PreTrainedModel
@@ -105,8 +108,8 @@ def distill(
     """Train a student to compute what a teacher computes; see the module for the files.
 
     Args:
-        teacher: a HuggingFace directory, or a name on the hub; of recipes with labelled examples a fine-tuned
-            text classifier.
+        teacher: a HuggingFace directory, or a name on the hub; of recipes with labelled examples one that is
+            fine-tuned for the task.
         student: a directory; a config or its path, for a new model; a model; a list of the teacher's layers,
             from 0, of which the student begins as a copy; or "bilstm".
         data: text or labelled examples, as the recipe reads; see `distillation.data`.
@@ -114,7 +117,8 @@ def distill(
         recipe: a name of `distillation.recipes.RECIPES`, or a recipe; None: "kd", of a BiLSTM "bilstm".
         student_family: of a student of the teacher's layers: "distilbert" or "bert"; see
             `distillation.families`. None: the teacher's.
-        task: of a directory of labelled examples, see `fastbert.finetuning.tasks`.
+        task: of a directory of labelled examples, see `fastbert.finetuning.tasks`: labels of texts, tokens
+            ("ner") or spans ("squad", "squad2").
         lr, epochs: one number, or one per phase of the recipe; None: the recipe's.
         weights: loss -> its weight in all phases, in place of the recipe's; 0 leaves it out.
         layer_map: the teacher's layer, from 1, for each layer of the student that is compared; None: in equal
@@ -154,18 +158,23 @@ def distill(
         if parallel.kind == "fsdp" or (parallel.world > 1 and made.replaces):
             expected = "one process" if made.replaces else "one process or ddp"
             raise ValueError(f"parallel: expected {expected} for {name}, got {parallel.kind}")
-        of_teacher = teacher_of(made, place, parallel.device)
-        begun = student_of(student, made, of_teacher, student_family)
+        learned = task_of(made, task)
+        of_teacher = teacher_of(made, learned, place, parallel.device)
+        begun = student_of(student, made, learned, of_teacher, student_family)
         first, same = begun.make(), same_words(begun, place)
         names = [phase.weights for phase in phases]
         pairs = check_pair(made, names, first, of_teacher, same, layer_map, heads)
         limit = min(model.config.max_tokens for model in (first, of_teacher))
-        given = {"batch_size": made.batch_size, "max_length": min(made.max_length, limit), **settings}
+        length = made.max_length
+        if learned is not None and not isinstance(learned, SequenceTask):
+            # Windows of a context need room
+            length = int(learned.defaults["max_length"])
+        given = {"batch_size": made.batch_size, "max_length": min(length, limit), **settings}
         how, *_ = (Settings(phase.lr, phase.epochs, **given) for phase in phases)
         if how.max_length > limit:
             raise ValueError(f"max_length: expected at most {limit} for these models, got {how.max_length}")
         job = _Job(made, phases, of_teacher, place, begun, first, same, how, parallel)
-        source, dev = _source(job, data, task, output / "corpus")
+        source, dev = _source(job, data, learned, output / "corpus")
         tokenizers = [digest(load_tokenizer(each).to_str().encode()) for each in job.places]
         described = {
             "teacher": weights_digest(place),
@@ -296,22 +305,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _source(job: _Job, data: Path, task: str | Task, corpus: Path) -> tuple[reading.Taught, reading.Labelled]:
+def _source(
+    job: _Job, data: Path, task: Task | None, corpus: Path
+) -> tuple[reading.Taught, reading.Labelled]:
     """What the recipe reads, and the dev examples."""
-    recipe, how = job.recipe, job.how
-    if recipe.data != TASK:
+    recipe, how, rows = job.recipe, job.how, rows_of(job.teacher)
+    if task is None:
         options = how.max_length, how.seed, recipe.masks, job.parallel
         inner = reading.text_of(data, job.place, corpus, *options)
-        return reading.Taught(inner, (), recipe.masks), reading.Labelled([], {})
+        return reading.Taught(inner, (), rows), reading.Labelled([], {})
     readers = [(load_tokenizer(job.places[1]), job.first.config)]
     if not job.same:
         readers.append((load_tokenizer(job.place), job.teacher.config))
     found = reading.labelled_of(data, task, job.teacher.config, readers, how.max_length)
-    labels = found.train[0].labels["labels"]
-    if any({*phase.weights} == {"task"} for phase in job.phases) and (labels == IGNORED).all():
+    unlabelled = all((labels == IGNORED).all() for labels in found.train[0].labels.values())
+    if any({*phase.weights} == {"task"} for phase in job.phases) and unlabelled:
         raise ValueError(f"data: {data} has no labels, by which alone this recipe learns")
     other = None if job.same else replaced(found.train[1], labels={})
-    return reading.Taught(Source(found.train[0], True), (), other=other), found
+    return reading.Taught(Source(found.train[0], True), (), rows, other), found
 
 
 def _cached(
@@ -326,8 +337,7 @@ def _cached(
     with job.parallel.alike():
         if job.parallel.is_first:
             write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype])
-    starts = np.concatenate([[0], np.cumsum(inner.plan(0).lengths, dtype=np.int64)])
-    return Cached(folder / FILE, starts)
+    return Cached(folder / FILE, starts_of(inner))
 
 
 def _stages(
@@ -372,15 +382,16 @@ def _fill(before: Any, after: Any) -> None:
 
 def _scores(model: Any, side: int, data: reading.Labelled, dtype: str) -> dict[str, dict[str, float]]:
     """Split -> scores of a model on the dev examples; `side` is the place of its tokens."""
-    found = {}
+    found, kinds = {}, reads("kd", rows_of(model))
     for name, sides in data.dev.items():
-        split, logits = sides[side], {}
-        assert data.task is not None
-        for numbers, read in outputs(model, Source(split.encoded, True), ("logits",), DTYPES[dtype]):
-            logits |= dict(zip(numbers.tolist(), read["logits"].float().numpy(), strict=True))
-        rows = np.stack([logits[number] for number in range(len(split.encoded))])
-        said = data.task.predictions(split.examples, split.encoded, [rows])
-        found[name] = data.task.scores(split.examples, said)
+        split, task = sides[side], data.task
+        assert task is not None
+        (logits,) = gathered(model, Source(split.encoded, True), kinds, DTYPES[dtype]).values()
+        rows = logits.float().numpy()
+        outputs = list(rows.T) if rows_of(model) == SPANS else [rows]
+        said = task.predictions(split.examples, split.encoded, outputs)
+        task.tune(split.examples, said)
+        found[name] = task.scores(split.examples, said)
     return found
 
 

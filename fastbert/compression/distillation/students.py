@@ -23,11 +23,17 @@ from fastbert.compression.distillation.bilstm import (
 )
 from fastbert.compression.distillation.families import in_family
 from fastbert.compression.distillation.objective import depth_of
+from fastbert.compression.distillation.reading import NOTHING, SPANS, TEXTS, TOKENS, rows_of
 from fastbert.compression.distillation.recipes import OF_SENTENCES, TASK, Recipe, layer_pairs
-from fastbert.finetuning import trained
+from fastbert.finetuning import tasks, trained
+from fastbert.finetuning.features import NerFeatures
+from fastbert.finetuning.sequences import SequenceTask
 from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.start import first_model
-from fastbert.models.auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from fastbert.finetuning.tagging import Ner
+from fastbert.finetuning.task import Task
+from fastbert.models.auto import AutoModel, AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.run import WEIGHTS
@@ -49,27 +55,43 @@ class Student:
     place: Path | None = None
 
 
-def kind_of(recipe: Recipe) -> Any:
+def task_of(recipe: Recipe, given: str | Task) -> Task | None:
+    """The task of an argument of `distill`; None for a recipe that reads no labelled examples.
+
+    Raises:
+        ValueError: naming `task`.
+    """
+    if recipe.data != TASK:
+        return None
+    task = given if isinstance(given, Task) else tasks.task_of(given)
+    if not isinstance(task, (SequenceTask, Ner, Squad)) or isinstance(task, NerFeatures):
+        raise ValueError(f"task: expected one with labels of texts, tokens or spans, got {task.name}")
+    return task
+
+
+def kind_of(recipe: Recipe, task: Task | None) -> Any:
     """The Auto class of a recipe's models."""
-    if recipe.data == TASK:
-        return AutoModelForSequenceClassification
+    if task is not None:
+        return task.head
     return AutoModelForMaskedLM if recipe.masks else AutoModel
 
 
-def teacher_of(recipe: Recipe, place: Path, device: torch.device) -> Any:
+def teacher_of(recipe: Recipe, task: Task | None, place: Path, device: torch.device) -> Any:
     """The teacher in eval mode, without gradients, in float32.
 
     Raises:
         ValueError: the directory lacks the head that the recipe learns from, or it has several labels.
     """
-    kind = kind_of(recipe)
-    if recipe.data == TASK:
+    kind = kind_of(recipe, task)
+    if task is not None:
         try:
-            model = trained.load(kind, place, device, "texts")
+            model = trained.load(kind, place, device, task.name)
         except ValueError as error:
             raise ValueError(f"teacher: {error}") from None
         if model.config.problem_type == "multi_label_classification":
             raise ValueError(f"teacher: {place} has several labels per text; expected one class or number")
+        if rows_of(model) == NOTHING:
+            raise ValueError(f"teacher: {type(model).__name__} has no scores of single tokens to learn from")
     else:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
@@ -79,20 +101,22 @@ def teacher_of(recipe: Recipe, place: Path, device: torch.device) -> Any:
     return model.float().requires_grad_(False).eval()
 
 
-def student_of(given: Any, recipe: Recipe, teacher: Any, family: str | None = None) -> Student:
+def student_of(
+    given: Any, recipe: Recipe, task: Task | None, teacher: Any, family: str | None = None
+) -> Student:
     """The student of the arguments `student` and `student_family` of `distill`.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    kind = kind_of(recipe)
+    kind = kind_of(recipe, task)
     of_layers = isinstance(given, Sequence) and not isinstance(given, str)
     if family is not None and not of_layers:
         raise ValueError(
             f"student_family: expected None, as the student is no list of layers, got {family!r}"
         )
     if isinstance(given, str) and given == MODEL_TYPE:
-        return _bilstm(recipe, teacher)
+        return _bilstm(recipe, task, teacher)
     if isinstance(given, (str, Path)):
         return _of_directory(Path(given), kind, teacher)
     if isinstance(given, EncoderConfig):
@@ -136,8 +160,8 @@ def _of_directory(given: Path, kind: Any, teacher: Any) -> Student:
 
 def _loaded(kind: Any, place: Path, teacher: Any) -> Any:
     """A checkpoint, with a new head if its own is not of the teacher's classes."""
-    if kind is AutoModelForSequenceClassification:
-        names = [*_names(teacher).values()]
+    if rows_of(teacher) in (TEXTS, TOKENS, SPANS):
+        names = [*_names(teacher).values()] if rows_of(teacher) != SPANS else []
         model = first_model(kind, place, Settings(1.0, 1, 1, 3), names, len(names))
         return _with_classes(model, teacher)
     with warnings.catch_warnings():
@@ -147,7 +171,7 @@ def _loaded(kind: Any, place: Path, teacher: Any) -> Any:
 
 def _new(kind: Any, values: Mapping[str, Any], teacher: Any) -> Any:
     config = EncoderConfig.from_dict(dict(values))
-    if kind is AutoModelForSequenceClassification:
+    if rows_of(teacher) in (TEXTS, TOKENS):
         config.id2label = _names(teacher)
         config.label2id = {name: i for i, name in config.id2label.items()}
     return _with_classes(kind.from_config(config), teacher)
@@ -162,9 +186,11 @@ def _names(teacher: Any) -> dict[int, str]:
     return {i: teacher.config.id2label[i] for i in range(teacher.config.num_labels)}
 
 
-def _bilstm(recipe: Recipe, teacher: Any) -> Student:
-    if recipe.data != TASK:
+def _bilstm(recipe: Recipe, task: Task | None, teacher: Any) -> Student:
+    if task is None:
         raise ValueError(f"student: a BiLSTM learns from {TASK}, which this recipe does not read")
+    if rows_of(teacher) != TEXTS:
+        raise ValueError(f"student: a BiLSTM has scores of texts; expected another student for {task.name}")
     table = teacher.get_input_embeddings().weight
     sizes = {"vocab_size": table.shape[0], "embedding_size": table.shape[1]}
     config = BiLstmConfig(**sizes, id2label=_names(teacher), max_tokens=teacher.config.max_tokens)
@@ -200,14 +226,19 @@ def check_pair(
     """
     names = [*dict.fromkeys(name for phase in weights for name in phase)]
     replacing = recipe.replaces
-    of_sentences = recipe.data == TASK and not replacing and {*names} <= {*OF_SENTENCES}
-    if not same_tokens and not of_sentences:
+    alone = recipe.data == TASK and not replacing and {*names} <= {*OF_SENTENCES}
+    rows = rows_of(teacher)
+    if not same_tokens and not (alone and rows == TEXTS):
         raise ValueError(
             "student: has another vocabulary than the teacher; expected the same, or a recipe that compares "
             "whole texts (kd, bilstm)"
         )
+    if rows != rows_of(student):
+        raise ValueError(f"student: {type(student).__name__} has no scores of {rows}, as the teacher has")
+    if "logits" in names and rows != TEXTS:
+        raise ValueError(f"recipe: squared errors are of scores of texts; expected kd for those of {rows}")
     depths = depth_of(student), depth_of(teacher)
-    if of_sentences:
+    if alone:
         if layer_map is not None:
             raise ValueError("layer_map: expected None with a recipe that compares no layers")
         return []

@@ -80,8 +80,12 @@ class BertForQuestionAnswering(TaskModel):
             causal,
             **more,
         )
-        logits = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
-        return self._spans(logits, positions, encoded, return_dict)
+        return self._spans(self.logits(encoded)[0], positions, encoded, return_dict)
+
+    def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """(rows, 2), the scores of each token as start and as end, twice."""
+        scores = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
+        return scores, scores
 
     @staticmethod
     def _positions(
