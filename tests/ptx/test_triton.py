@@ -18,6 +18,7 @@ ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel", "_att
 # op -> the kernels of its small cases
 OPS = {
     "attention": ATTENTION,
+    "attention_received": {"_attention_received_kernel"},
     "cross_entropy": {"_cross_entropy_fwd_kernel", "_mean_loss_kernel", "_cross_entropy_bwd_kernel"},
     "embedding": {
         "_embedding_fwd_kernel",

@@ -30,6 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
@@ -471,6 +472,18 @@ def attention_places_jobs(kernels, full: bool) -> Jobs:
         yield title(batch), arch, partial(kernels.attention_places, empty(I32)(batch + 1), TOKENS, 512)
 
 
+def attention_received_jobs(kernels, full: bool) -> Jobs:
+    """The configs of the ladder; by default bfloat16 and float32, head dimension 64; `full`: all."""
+    for arch, dtype, headdim in product(SHARED_LIMIT, (BF16, FP32, FP16), HEADDIMS):
+        if full or (dtype != FP16 and headdim == 64):
+            q, _, k = empty(dtype)(TOKENS, 3, 12, headdim).unbind(1)
+            lse, ends = empty(FP32)(12, TOKENS), empty(I32)(33)
+            inputs = AttentionReceivedInputs(q, k, ends, 512, lse, 0.125)
+            for config in kernels.ladder(headdim, dtype):
+                name = title(dtype, headdim, by(*config))
+                yield name, arch, partial(kernels.attention_received_with, config, inputs)
+
+
 def attention_relative_jobs(kernels, full: bool) -> Jobs:
     """The gradients of all scores of distances; `full`: few columns as well."""
     for arch, columns in product(SHARED_LIMIT, (512, 21, 1) if full else (512,)):
@@ -640,7 +653,8 @@ def rotary_jobs(kernels, full: bool) -> Jobs:
 JOBS = {
     jobs.__name__.removesuffix("_jobs"): jobs
     for jobs in (
-        *(attention_jobs, attention_backward_jobs, attention_places_jobs, attention_relative_jobs),
+        *(attention_jobs, attention_backward_jobs, attention_places_jobs, attention_received_jobs),
+        attention_relative_jobs,
         *(cross_entropy_jobs, embedding_jobs),
         *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
         *(linear_gated_jobs, linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),

@@ -105,11 +105,23 @@ def products_of_attention_backward(row: dict) -> None:
     assert row["tf32"] == 0, row
 
 
+def products_of_attention_received(row: dict) -> None:
+    """Half precision uses each generation's own matrix product where a tile has its 64 rows."""
+    half = not row["job"].startswith("float32")
+    high = half and int(row["job"].split("-")[2].split("x")[1]) >= 64
+    unit = {90: "wgmma", 100: "tcgen05"}.get(row["arch"], "mma") if high else "mma"
+    assert [row[name] > 0 for name in ("wgmma", "tcgen05", "mma")] == [
+        half and name == unit for name in ("wgmma", "tcgen05", "mma")
+    ], row
+    assert row["tf32"] == 0, row
+
+
 # op -> what is asserted of each row
 GATES = {
     "attention": products_of_attention,
     "attention_backward": products_of_attention_backward,
     "attention_places": None,
+    "attention_received": products_of_attention_received,
     "attention_relative": None,
     "cross_entropy": None,
     "embedding": None,

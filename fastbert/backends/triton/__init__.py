@@ -17,6 +17,7 @@ from fastbert.backends.triton.attention import (
     attention_bwd,
     attention_fwd,
     attention_places,
+    attention_received_fwd,
     reads_relative,
 )
 from fastbert.backends.triton.device import available
@@ -48,6 +49,7 @@ from fastbert.backends.triton.linear_norm import joins_norm, linear_norm_fwd
 DTYPES = {
     **forwarders.DTYPES,
     "attention": attention.DTYPES,
+    "attention_received": attention.DTYPES,
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
@@ -59,6 +61,7 @@ __all__ = [
     "attention_bwd",
     "attention_fwd",
     "attention_places",
+    "attention_received_fwd",
     "available",
     "bad_ids",
     "cross_entropy_bwd",

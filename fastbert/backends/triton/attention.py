@@ -1,4 +1,4 @@
-"""`attention` by the `triton` backend; contract in fastbert/ops/attention.py.
+"""`attention`, `attention_received` by the `triton` backend; contracts in fastbert/ops/<op>.py.
 
 kernels/attention.py and kernels/attention_backward.py launch the kernels. kernels/attention_places.py
 launches the kernel that makes their table of places.
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastbert.backends.aten import attention as aten
+from fastbert.backends.aten import attention_received as aten_received
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 
 DTYPES = STORED
@@ -22,7 +24,12 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     return kernels("attention_places").attention_places(cu_seqlens, total, max_seqlen)
 
 
-def _takes(inputs: AttentionInputs) -> bool:
+def attention_received_fwd(inputs: AttentionReceivedInputs) -> Tensor:
+    module = kernels("attention_received") if _takes(inputs) else aten_received
+    return module.attention_received_fwd(inputs)
+
+
+def _takes(inputs: AttentionInputs | AttentionReceivedInputs) -> bool:
     """Whether the kernels compute such calls. No BERT has wider heads; the kernels would spill."""
     return inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
 

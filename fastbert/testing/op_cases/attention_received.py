@@ -101,6 +101,11 @@ SMALL = [
     AttentionReceivedCase((9, 0, 33)),
     AttentionReceivedCase((70, 2), nheads=4, kv_heads=2, tail=3, blind=True),
 ]
+ON_GPU = [  # every height of tiles, in heads of base
+    AttentionReceivedCase((512, 131), nheads=12, headdim=64, packed_qkv=True),
+    AttentionReceivedCase((128,) * 16, nheads=12, headdim=64, packed_qkv=True),
+    AttentionReceivedCase((130, 64) * 20, nheads=12, headdim=64, packed_qkv=True),
+]
 CASES = [
     *SMALL,
     AttentionReceivedCase((40, 3, 0, 17, 1, 128, 0), packed_qkv=True),
