@@ -462,6 +462,7 @@ def test_bad_input_of_layers_that_rotate_is_named():
     taken = executor.takes(survey(model.layer_list())[1], x, Call(batch, 2))
     rotary = taken.layer.rotary
     cos, sin = batch.tables[rotary]
+    rows = len(cos)  # as many as the longest text of the process has needed
 
     def call(positions=batch.positions, tables=batch.tables, **changed):
         layers, more = [taken.layer, taken.layer._replace(**changed)], {"bias": None, "positions": positions}
@@ -472,7 +473,7 @@ def test_bad_input_of_layers_that_rotate_is_named():
         ("tables: expected positions", {"positions": None}),
         ("tables: expected positions", {"tables": {}}),
         ("positions: expected", {"positions": torch.arange(5)}),
-        ("positions: position 512 is out of range for tables of 512", {"positions": torch.full((6,), 512)}),
+        (f"position {rows} is out of range for tables of {rows}", {"positions": torch.full((6,), rows)}),
         ("positions: position -1 is out of range", {"positions": torch.full((6,), -1)}),
         ("cos: expected shape", {"tables": {rotary: (cos.repeat(1, 2), sin.repeat(1, 2))}}),
         ("sin: expected", {"tables": {rotary: (cos, sin[:, :3])}}),
