@@ -26,8 +26,7 @@ from fastbert.checkpoint.check import FLOATS, check_keys, check_mathematics, che
 from fastbert.checkpoint.files import CONFIG, CheckpointError, listed
 from fastbert.checkpoint.names import Names, numbered, rename, resolve_ties, unpack
 from fastbert.checkpoint.read import Stored, weights_of
-from fastbert.layers import float8
-from fastbert.layers import quantized as quantization
+from fastbert.layers import float8, quantizing
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def load_weights(
         raise TypeError(f"strict: expected True or False, got {strict!r}")
     config = model.config
     foreign = config.get("quantization_config")
-    if foreign and not quantization.in_config(config) and not float8.in_config(config):
+    if foreign and not quantizing.in_config(config) and not float8.in_config(config):
         method = foreign.get("quant_method", foreign.get("format")) if isinstance(foreign, dict) else foreign
         raise CheckpointError(
             f"{Path(directory or '') / CONFIG}: quantization_config: expected none, or weights of this "

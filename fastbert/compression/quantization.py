@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers import quantized, quantized_table
+from fastbert.layers import quantized, quantized_table, quantizing
 from fastbert.layers.modules import part
 from fastbert.layers.smoothing import Calibration
 from fastbert.models.base import PreTrainedModel
@@ -64,17 +64,17 @@ def quantization_report(
     Raises:
         TypeError, ValueError: as `quantize`; or `run` did not call a layer.
     """
-    quantized.check_kinds(weights, embeddings)
+    quantizing.check_kinds(weights, embeddings)
     if quantized.is_quantized(model):
         raise ValueError("model: is quantised already; expected a floating-point one")
-    factors = quantized.factors_of(model, weights, smooth, calibrate)
+    factors = quantizing.factors_of(model, weights, smooth, calibrate)
     rows: list[QuantizedLayer] = []
     if embeddings is not None and (made := quantized_table.replacement(model, embeddings)) is not None:
         table = quantized_table.table_of(model)
         rows.append(QuantizedLayer(_name(model, table), _decibels(table.weight, made.dequantized())))
     if weights is None:
         return rows
-    found = quantized.linears(model, weights, factors)
+    found = quantizing.linears(model, weights, factors)
     watches = [_Watch(part(layer, path), made) for layer, path, made in found]
     if run is not None:
         _call(run, watches)

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from fastbert.layers.modules import attach, is_plain, take_over
 from fastbert.layers.quantized import (
     QuantizedLinear,
-    check_plain,
-    each_linear,
     int8_layer_operands,
     int8_product,
     rounded_channels,
 )
+from fastbert.layers.quantizing import check_plain, each_linear
 from fastbert.ops import checks, integer_table
 from fastbert.ops.linear import linear_bwd
 from fastbert.ops.linear_int8 import linear_int8, quantize_rows

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.modules import attach
-from fastbert.layers.quantized import QuantizedLinear, check_finite, check_plain, each_linear
+from fastbert.layers.quantized import QuantizedLinear, check_finite
+from fastbert.layers.quantizing import check_plain, each_linear
 from fastbert.ops import checks
 from fastbert.ops.linear_fp8 import FP8, linear_fp8, rounded_rows
 from fastbert.runtime import prepared
 
-# The entry of a checkpoint in config.json; see `quantized.CONFIG`
+# The entry of a checkpoint in config.json; see `quantizing.CONFIG`
 CONFIG = {
     "format": "fastbert-fp8",
     "weights": "float8_e4m3fn, one float32 scale per output channel",
@@ -135,7 +136,7 @@ def check_place(what: str, device: torch.device) -> None:
 def quantize(model: Any) -> Any:
     """Quantise the encoder layers' linear layers to 8-bit floats in place, for inference on a GPU.
 
-    The model is put in eval mode and frozen, as by `quantized.quantize`.
+    The model is put in eval mode and frozen, as by `quantizing.quantize`.
 
     Args:
         model: a model of this package in bfloat16 on a GPU of compute capability 9.0, with plain linear

@@ -6,23 +6,23 @@ from typing import TypeGuard
 
 from torch import Tensor, nn
 
-from fastbert.layers import int4, quantized
+from fastbert.layers import int4, quantizing
 from fastbert.layers.integers import IntegerWeight
 from fastbert.layers.quantized import QuantizedLinear
 
 
 def entry_of(model: nn.Module) -> dict[str, str] | None:
     """The entry of `model` in config.json; None if it is not quantised."""
-    weights, embeddings = quantized.kinds_of(model)
+    weights, embeddings = quantizing.kinds_of(model)
     if weights is None and embeddings is None:
         return None
-    entry = dict(quantized.CONFIG)
+    entry = dict(quantizing.CONFIG)
     if weights is None:
         del entry["weights"], entry["activations"]
     else:
-        entry["weights"] = quantized.WEIGHTS[weights]
+        entry["weights"] = quantizing.WEIGHTS[weights]
     if embeddings is not None:
-        entry["embeddings"] = quantized.EMBEDDINGS[embeddings]
+        entry["embeddings"] = quantizing.EMBEDDINGS[embeddings]
     if any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules()):
         entry["smooth"] = "one float32 factor per input"
     return entry

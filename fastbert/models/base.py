@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import float8
-from fastbert.layers import quantized as quantization
+from fastbert.layers import float8, quantized, quantizing
 from fastbert.layers.factored import FactoredTable
 from fastbert.layers.modules import OwnMatrices, attach, part
 from fastbert.layers.smoothing import Calibration
@@ -121,7 +120,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             for p in self.parameters()
             if (p.requires_grad or not only_trainable) and id(p) not in left_out
         )
-        return count if only_trainable else count + quantization.num_weights(self, not exclude_embeddings)
+        return count if only_trainable else count + quantized.num_weights(self, not exclude_embeddings)
 
     def quantize(
         self,
@@ -143,7 +142,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                 model on a GPU of compute capability 9.0, without further arguments; or None.
             embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
             smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
-                cost accuracy; see `fastbert.layers.quantized.quantize`.
+                cost accuracy; see `fastbert.layers.quantizing.quantize`.
 
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
@@ -153,7 +152,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                 if given is not None:
                     raise ValueError(f"{name}: expected None with fp8, got {given!r}")
             return float8.quantize(self)
-        quantization.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
+        quantizing.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
         return self
 
     @torch.no_grad()
@@ -161,7 +160,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """Initialise `module` (default: the model) as transformers does: normal(0, initializer_range) or what
         the family has (`EncoderConfig.draw_`), zero biases, unit norms.
         """
-        quantization.check_trainable(self if module is None else module, "init_weights")
+        quantized.check_trainable(self if module is None else module, "init_weights")
         names = {child: name for name, child in self.named_modules()}
         for child in (self if module is None else module).modules():
             if isinstance(child, (nn.Linear, nn.Embedding, nn.Conv1d)):
@@ -287,7 +286,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return self.get_input_embeddings()
 
     def _check_float_words(self, method: str) -> None:
-        if quantization.kinds_of(self)[1] is not None:
+        if quantizing.kinds_of(self)[1] is not None:
             raise ValueError(
                 f"{method}: the table of words is quantised; change the floating-point model, and quantise "
                 "it afterwards"
@@ -442,7 +441,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             RuntimeError: training mode for a quantised model, which is unchanged.
         """
         if mode:
-            quantization.check_trainable(self, "train")
+            quantized.check_trainable(self, "train")
         return super().train(mode) if prepared.before_mode(self, mode) else self
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fastbert.checkpoint import hub, load, save
 from fastbert.checkpoint.files import CONFIG
-from fastbert.layers import float8
-from fastbert.layers import quantized as quantization
+from fastbert.layers import float8, quantizing
 from fastbert.models import arguments
 from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_checks import DEFAULTS
@@ -197,7 +196,7 @@ class Loadable(nn.Module):
             config.name_or_path = path
         else:
             config = as_config(config)
-        int8 = quantization.in_config(config)
+        int8 = quantizing.in_config(config)
         if int8 and place.type != "cpu":
             raise ValueError(
                 f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
@@ -220,7 +219,7 @@ class Loadable(nn.Module):
         with torch.device("meta"):
             model = built(config, **own)
         if int8:
-            quantization.prepare(model, config)
+            quantizing.prepare(model, config)
         elif float8.in_config(config):
             float8.prepare(model)
         model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))

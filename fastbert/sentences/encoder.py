@@ -16,8 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint import hub
-from fastbert.layers import packing
-from fastbert.layers import quantized as quantization
+from fastbert.layers import packing, quantizing
 from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
@@ -176,7 +175,7 @@ class SentenceEncoder(Embedder):
     def __repr__(self) -> str:
         model = self.model
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        kinds = zip(quantization.kinds_of(model), ("layers", "words"), strict=True)
+        kinds = zip(quantizing.kinds_of(model), ("layers", "words"), strict=True)
         kind = ", ".join(f"{bits} {what}" for bits, what in kinds if bits is not None)
         kind = f"{kind}, the rest " if kind else ""
         return (

@@ -13,7 +13,7 @@ import fastbert
 from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
-from fastbert.layers.quantized import kinds_of
+from fastbert.layers.quantizing import kinds_of
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 

@@ -15,7 +15,8 @@ from fastbert.checkpoint.files import CheckpointError
 from fastbert.layers import float8
 from fastbert.layers import linear as layers
 from fastbert.layers.float8 import Float8Linear
-from fastbert.layers.quantized import each_linear, is_quantized
+from fastbert.layers.quantized import is_quantized
+from fastbert.layers.quantizing import each_linear
 from fastbert.ops.linear_fp8 import FP8, linear_fp8
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import cosine, hidden, hook, ours

@@ -13,8 +13,9 @@ import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.compression import qat
 from fastbert.compression.size import size_of
-from fastbert.layers import int4, quantized
-from fastbert.layers.quantized import QuantizedLinear, kinds_of
+from fastbert.layers import int4, quantizing
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.quantizing import kinds_of
 from tests.support.hf_models import batch
 from tests.support.quantized_models import cosine, hidden, ours
 
@@ -96,7 +97,7 @@ def test_bad_files_of_4_bits(bert, tmp_path):
         changed = {k: v for k, v in {**state, **change}.items() if v is not None}
         with pytest.raises(CheckpointError, match=message):
             fastbert.AutoModel.from_pretrained(None, config=loading, state_dict=changed)
-    loading = fastbert.EncoderConfig.from_dict({**config, "quantization_config": quantized.CONFIG})
+    loading = fastbert.EncoderConfig.from_dict({**config, "quantization_config": quantizing.CONFIG})
     with pytest.raises(CheckpointError, match=r"\.group: expected no `group`"):
         fastbert.AutoModel.from_pretrained(None, config=loading, state_dict=state)
     bert.layer_list()[0].output.dense.weight.fill_(127)

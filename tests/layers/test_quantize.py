@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastbert
-from fastbert.layers.quantized import QuantizedLinear, is_quantized, kinds_of
+from fastbert.layers.quantized import QuantizedLinear, is_quantized
+from fastbert.layers.quantizing import kinds_of
 from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import FLOATS, alike, hidden, hook, ours

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.checkpoint.load import load_weights
-from fastbert.layers import quantized as quantization
+from fastbert.layers import quantizing
 from fastbert.layers.quantized import QuantizedLinear, is_quantized
 from fastbert.models.config import EncoderConfig
 from tests.support.hf_models import FAMILY_NAMES, batch
@@ -173,7 +173,7 @@ def test_float_and_quantised_do_not_mix(bert, tmp_path):
         int8.load_state_dict(full.state_dict(), strict=False)
     assert torch.equal(hidden(full), before[0])
     assert torch.equal(hidden(int8), before[1])
-    change(tmp_path / "full", config={"quantization_config": quantization.CONFIG})
+    change(tmp_path / "full", config={"quantization_config": quantizing.CONFIG})
     words = r"missing keys: .*scale.*says that the weights are 8-bit, but those"
     with pytest.raises(CheckpointError, match=words):
         fastbert.AutoModel.from_pretrained(tmp_path / "full")
@@ -182,7 +182,7 @@ def test_float_and_quantised_do_not_mix(bert, tmp_path):
 def test_a_float_model_of_a_quantised_config_is_saved_as_what_it_is(bert, tmp_path):
     saved(tmp_path, bert.quantize())
     config = EncoderConfig.from_pretrained(tmp_path)
-    assert quantization.in_config(config)
+    assert quantizing.in_config(config)
     fresh = fastbert.AutoModel.from_config(config)
     assert not is_quantized(fresh)
     assert "quantization_config" not in saved(tmp_path / "fresh", fresh)

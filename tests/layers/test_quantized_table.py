@@ -15,9 +15,10 @@ from torch import nn
 import fastbert
 from fastbert.compression.factorization import factorize
 from fastbert.compression.size import size_of
-from fastbert.layers import quantized, quantized_table
-from fastbert.layers.quantized import QuantizedLinear, kinds_of
+from fastbert.layers import quantized_table, quantizing
+from fastbert.layers.quantized import QuantizedLinear
 from fastbert.layers.quantized_table import TiedDecoder
+from fastbert.layers.quantizing import kinds_of
 from fastbert.runtime import prepared
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import alike, hidden, hook, ours
@@ -54,7 +55,7 @@ def test_every_family_computes_with_the_rounded_table(family, bits, tmp_path):
         model.train()
     model.save_pretrained(tmp_path)
     entry = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert entry == {"format": "fastbert-int8", "embeddings": quantized.EMBEDDINGS[bits]}
+    assert entry == {"format": "fastbert-int8", "embeddings": quantizing.EMBEDDINGS[bits]}
     loaded = fastbert.AutoModel.from_pretrained(tmp_path)
     assert kinds_of(loaded) == (None, bits)
     assert torch.equal(hidden(loaded), hidden(model))

@@ -14,7 +14,8 @@ import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.execution import eager, modules, plan
 from fastbert.layers import quantized, smoothing
-from fastbert.layers.quantized import QuantizedLinear, each_linear
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.quantizing import each_linear
 from fastbert.runtime import dispatch
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.quantized_models import cosine, hidden, ours

@@ -1,0 +1,203 @@
+"""What `quantize` does to a model of this package, and what it writes into config.json.
+
+The linear layers of every encoder layer are replaced by those of `quantized.py`, and the table of words on
+request by that of `quantized_table.py`. A model that is refused is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers import quantized_table
+from fastbert.layers.modules import attach, is_plain, part
+from fastbert.layers.quantized import QUANTIZED, QuantizedLinear
+from fastbert.layers.smoothing import Calibration, check_smooth, smoothing
+from fastbert.runtime import prepared
+
+# The entry of a quantised checkpoint in config.json. It has no `quant_method` on purpose. Without one
+# transformers raises; an unknown one it skips with a warning, and loads the integers as weights. "weights"
+# and "embeddings" are absent if they are floating-point.
+CONFIG = {
+    "format": "fastbert-int8",
+    "weights": "int8, symmetric, one float32 scale per output channel",
+    "activations": "8 bits, asymmetric, one range per token, dynamic",
+}
+WEIGHTS = {
+    "int8": CONFIG["weights"],
+    "int4": "int4, symmetric, groups of 32 with a factor from 1 to 18, one float32 scale per output channel",
+}
+EMBEDDINGS = {
+    "int8": "int8, symmetric, one float32 scale per row",
+    "int4": "int4, symmetric, two per byte, one float32 scale per row",
+}
+
+
+def in_config(config: Any) -> bool:
+    """Whether a config marks its checkpoint as one with weights quantised by this package."""
+    entry = config.get("quantization_config")
+    return (
+        isinstance(entry, dict)
+        and entry.get("format") == CONFIG["format"]
+        and entry.get("weights") in (None, *WEIGHTS.values())
+        and entry.get("embeddings") in (None, *EMBEDDINGS.values())
+    )
+
+
+def kinds_of(model: nn.Module) -> tuple[str | None, str | None]:
+    """What `quantize` has made of a model: (weights, embeddings), each "int8", "int4" or None."""
+    bits: dict[type, int] = {type(m): m.bits for m in model.modules() if isinstance(m, QUANTIZED)}
+    weights, embeddings = (f"int{bits[kind]}" if kind in bits else None for kind in QUANTIZED)
+    return weights, embeddings
+
+
+def quantize(
+    model: Any,
+    weights: str | None = "int8",
+    *,
+    embeddings: str | None = None,
+    smooth: float | None = None,
+    calibrate: Calibration | None = None,
+) -> Any:
+    """Quantise the encoder layers' linear layers, the table of words or both in place, for a CPU.
+
+    The model is put in eval mode, and its remaining parameters are frozen: gradients of a part of the model
+    would look like gradients of the whole. A part that is quantised so already is not changed.
+
+    Args:
+        model: a model of this package on the CPU, with plain linear layers.
+        weights: "int8"; "int4", which files store in 4 bits and which runs as int8; or None.
+        embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
+        smooth: from 0 to 1, how much of the range of inputs moves into the weights (SmoothQuant's alpha, 0.5
+            in the paper): outputs do not change but for rounding. None: nothing moves.
+        calibrate: typical inputs for `smooth`, an iterable of dicts of the model's keyword arguments; or a
+            function without arguments that runs the model on them.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: an unknown value, or None for both; a model that is not on the CPU; a weight that is not
+            finite; a part with other bits already; `smooth` outside 0 to 1, without weights, or only one of
+            `smooth` and `calibrate`.
+        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked), or the table no plain
+            nn.Embedding. The message names it.
+
+    A model that is refused is not changed.
+    """
+    check_kinds(weights, embeddings)
+    if model.device.type != "cpu":
+        hint = "load its weights first" if model.device.type == "meta" else "call model.cpu() first"
+        raise ValueError(f"model: on {model.device}; int8 is for inference on a CPU: {hint}")
+    _replace(model, weights, embeddings, factors_of(model, weights, smooth, calibrate))
+    return model
+
+
+def factors_of(
+    model: Any, weights: str | None, smooth: float | None, calibrate: Calibration | None
+) -> dict[str, Tensor]:
+    """Name -> `smooth` of each linear layer; empty if nothing is smoothed. See `quantize`."""
+    check_smooth(smooth, calibrate)
+    if smooth is None or calibrate is None:
+        return {}
+    if weights is None:
+        raise ValueError(f"smooth: expected None without weights, got {smooth!r}")
+    found = list(each_linear(model))
+    for _, _, module, name in found:
+        check_plain(module, name)
+    return smoothing(model, found, smooth, calibrate)
+
+
+def check_kinds(weights: Any, embeddings: Any) -> None:
+    """Raise ValueError unless `quantize` takes these arguments."""
+    for name, value, known in (("weights", weights, WEIGHTS), ("embeddings", embeddings, EMBEDDINGS)):
+        if value is not None and (not isinstance(value, str) or value not in known):
+            raise ValueError(f"{name}: expected {', '.join(map(repr, known))} or None, got {value!r}")
+    if weights is None and embeddings is None:
+        raise ValueError("weights, embeddings: expected at least one, got None for both")
+
+
+def prepare(model: Any, config: Any) -> None:
+    """Put empty quantised parts into a model on the meta device, which then loads a quantised checkpoint.
+
+    Args:
+        config: the checkpoint's, which says what is quantised (`in_config`).
+    """
+    entry = config.get("quantization_config")
+    weights, embeddings = (
+        next((kind for kind, text in known.items() if text == entry.get(name)), None)
+        for name, known in (("weights", WEIGHTS), ("embeddings", EMBEDDINGS))
+    )
+    _replace(model, weights, embeddings, {})
+    if entry.get("smooth"):
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.smooth = torch.empty(
+                    module.in_features, dtype=torch.float32, device=module.weight.device
+                )
+
+
+def _replace(model: Any, weights: str | None, embeddings: str | None, factors: Mapping[str, Tensor]) -> None:
+    made = [] if weights is None else linears(model, weights, factors)
+    table = None if embeddings is None else quantized_table.replacement(model, embeddings)
+    for layer, path, module in made:
+        attach(layer, path, module)
+    if table is not None:
+        quantized_table.put(model, table)
+    prepared.clear(model)
+    model.eval()
+    model.requires_grad_(False)
+
+
+def each_linear(model: Any) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """(layer, path in the layer, linear layer, name in the model) of each linear layer that is quantised.
+
+    Raises:
+        TypeError: a layer has mathematics of its own.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    # A shared layer appears once
+    for layer in {id(layer): layer for layer in model.base_model.layer_list()}.values():
+        if not hasattr(layer, "form"):
+            raise TypeError(f"{names[id(layer)]}: a {type(layer).__name__} has no int8 form")
+        for path in layer.form.linears:
+            yield layer, path, part(layer, path), f"{names[id(layer)]}.{path}"
+
+
+def check_plain(module: nn.Module, name: str) -> None:
+    """Raise TypeError unless the linear layer `name` is a plain nn.Linear."""
+    if not is_plain(module, nn.Linear) or "forward" in vars(module):
+        raise TypeError(
+            f"{name}: expected a plain nn.Linear, got {type(module).__name__}"
+            f"{'' if type(module) is not nn.Linear else ' with hooks'}: merge adapters, and remove "
+            "hooks and parametrizations, before quantising"
+        )
+
+
+def linears(
+    model: Any, weights: str, factors: Mapping[str, Tensor] | None = None
+) -> list[tuple[nn.Module, str, QuantizedLinear]]:
+    """(layer, path, what replaces the linear layer there) of all linear layers that are not quantised yet.
+
+    Args:
+        weights: "int8" or "int4".
+        factors: name -> the layer's `smooth`.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
+    """
+    bits, made = {"int8": 8, "int4": 4}[weights], []
+    for layer, path, module, name in each_linear(model):
+        if not isinstance(module, QuantizedLinear):
+            check_plain(module, name)
+            own = QuantizedLinear.from_linear(module, name, bits, (factors or {}).get(name))
+            made.append((layer, path, own))
+        elif module.bits != bits:
+            raise ValueError(
+                f"weights: {name} has {module.bits} bits already, got {weights!r}; load the floating-point "
+                "checkpoint and quantise that"
+            )
+    return made
