@@ -25,7 +25,7 @@ def add_prune(commands: Any) -> None:
     """The prune command."""
     command = commands.add_parser(
         "prune",
-        help="remove heads, neurons or layers of a model",
+        help="remove heads, neurons, layers or tokens of a model",
         description="Write a physically smaller model, which is faster. The least important heads and "
         "neurons of all layers go; each layer keeps a multiple of --multiple neurons. Prints parameters, "
         "size, operations per token and measured tokens per second before and after. Fine-tune the new model "
@@ -59,12 +59,20 @@ def add_prune(commands: Any) -> None:
         metavar="N",
         help="rank of the table of words, which becomes a product of two matrices (default: as it is)",
     )
+    add(
+        "--tokens",
+        type=float,
+        metavar="X",
+        help="drop tokens between layers, so that the layers of --input take at most this share of their "
+        "operations: searches the schedule with the best score (default: all tokens stay)",
+    )
+    add("--rounds", type=int, default=30, metavar="N", help="of --tokens, 60 schedules each (default 30)")
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",
         metavar="FILE",
-        help="examples, for --score taylor and to measure the score: .txt or .tsv, one per line; or .jsonl "
-        'with "text" (default none)',
+        help="examples, for --score taylor, for --tokens and to measure the score: .txt or .tsv, one per "
+        'line; or .jsonl with "text" (default none)',
     )
     add("--labels", metavar="KEY", help="key of the labels in a .jsonl file (default none)")
     add(
@@ -81,7 +89,8 @@ def add_prune(commands: Any) -> None:
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
     add("--multiple", type=int, default=64, metavar="N", help="of neurons that a layer keeps (default 64)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of masks and of --score random (default 0)")
+    text = "seed of masks, of --score random and of --tokens (default 0)"
+    add("--seed", type=int, default=0, metavar="N", help=text)
     add(
         "--dense",
         action="store_true",

@@ -10,8 +10,11 @@ from typing import Any
 from fastbert.checkpoint.files import read_json
 from fastbert.cli.finetune_arguments import MOVEMENT, SETTINGS, option, task_options
 from fastbert.cli.usage import UsageError, device_of, say
+from fastbert.compression.length_drop import LengthDrop
 from fastbert.compression.movement import Movement
+from fastbert.compression.token_search import LearnedSchedule
 from fastbert.finetuning import run as finetuning
+from fastbert.finetuning.losses import Method
 from fastbert.tasks.glue import write_archive
 from fastbert.tasks.glue_tasks import TASKS
 from fastbert.training.loop import DTYPES, Interrupted
@@ -71,7 +74,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _method(args: argparse.Namespace) -> Movement | None:
+def _method(args: argparse.Namespace) -> Method | None:
+    kinds = [kind for kind in ("movement", "length_drop", "token_search") if getattr(args, kind) is not None]
+    if len(kinds) > 1:
+        raise UsageError(f"{option(kinds[1])}: expected none with {option(kinds[0])}")
+    if args.length_drop_models is not None and args.length_drop is None:
+        raise UsageError("--length-drop-models: needs --length-drop")
+    if args.length_drop is not None:
+        more = {} if args.length_drop_models is None else {"models": args.length_drop_models}
+        return LengthDrop(args.length_drop, **more)
+    if args.token_search is not None:
+        return LearnedSchedule(args.token_search)
     given = {name: getattr(args, f"movement_{name}") for name in MOVEMENT}
     given = {name: value for name, value in given.items() if value is not None}
     if args.movement is not None:

@@ -201,6 +201,22 @@ def add_finetune(commands: Any) -> None:
         ("lr", "learning rate of scores (default 0.01)"),
     ):
         add(f"--movement-{name}", type=float, metavar="X", help=text)
+    add = command.add_argument_group("faster: fewer tokens").add_argument
+    add(
+        "--length-drop",
+        type=float,
+        metavar="P",
+        help="train for fewer tokens, such as 0.2: sub-models, whose layers each drop up to this share of "
+        "the tokens, learn from the model in each step; then use fastbert prune --tokens (default: none)",
+    )
+    add("--length-drop-models", type=int, metavar="N", help="sampled sub-models per step (default 2)")
+    add(
+        "--token-search",
+        type=float,
+        metavar="WEIGHT",
+        help="learn how many tokens each layer needs, at this price, such as 5e-4; then fine-tune the "
+        "output again (default: none)",
+    )
     add = command.add_argument_group("options of some tasks").add_argument
     add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
     add("--text", metavar="NAME", help="csv: the column of texts (default text)")

@@ -18,9 +18,11 @@ from fastbert.analysis.measures import Measure
 from fastbert.checkpoint.files import read_json
 from fastbert.cli.analyses.loading import load_examples, model_of, naming_lines, pooling_of, transformer_of
 from fastbert.cli.costs import costs
-from fastbert.cli.usage import UsageError
+from fastbert.cli.usage import UsageError, say
 from fastbert.compression import published, vocabulary
+from fastbert.compression.elimination import eliminate
 from fastbert.compression.pruning import Pruned, prune
+from fastbert.compression.schedule_search import search_schedules, within
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.task_model import TaskModel
@@ -35,10 +37,12 @@ def run(args: argparse.Namespace) -> int:
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
     layers = _layers(args.layers)
-    names = "layers", "vocabulary", "weights", "embedding_rank"
+    names = "layers", "vocabulary", "weights", "embedding_rank", "tokens"
     if all(given is None for given in (*(getattr(args, name) for name in names), *units.values())):
         options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names))
         raise UsageError(f"{', '.join(options)}: expected at least one")
+    if args.tokens is not None:
+        _check_tokens(args)
     of_sentences = (Path(args.model) / "modules.json").is_file()
     model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
     names = "weights", "embedding_rank", "score", "multiple", "seed"
@@ -58,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         with naming_lines(args, model):
             examples, pooling = load_examples(args, model), pooling_of(args, model)
             found = prune(model, **options, examples=examples, pooling=pooling)
+            if args.tokens is not None:
+                _drop_tokens(found.model, args, examples, pooling)
     saved = found.dense() if args.dense else found.model
     _save(saved, Path(args.model), output, tokenizer)
     print(f"{output}: {_removed(found, model)}")
@@ -74,6 +80,28 @@ def run(args: argparse.Namespace) -> int:
     for line in published.lines(_ways(found)):
         print(f"  {line}")
     return 0
+
+
+def _check_tokens(args: argparse.Namespace) -> None:
+    if not 0 < args.tokens <= 1:
+        raise UsageError(f"--tokens {args.tokens:g}: expected a share in (0, 1]")
+    for name, there in (("vocabulary", args.vocabulary is not None), ("dense", args.dense)):
+        if there:
+            raise UsageError(f"--{name}: expected none with --tokens")
+    if args.input is None:
+        raise UsageError("--input: --tokens needs examples")
+
+
+def _drop_tokens(
+    model: PreTrainedModel, args: argparse.Namespace, examples: Examples, pooling: str | None
+) -> None:
+    """Give a model the schedule of the best score that --tokens allows."""
+    options: dict[str, Any] = {"rounds": args.rounds, "seed": args.seed, "say": say}
+    points = search_schedules(eliminate(model, None), examples, pooling=pooling, **options)
+    try:
+        eliminate(model, within(points, args.tokens).schedule)
+    except ValueError as error:
+        raise UsageError(f"--tokens {args.tokens:g}: {error}") from None
 
 
 def _ways(found: Pruned[Any]) -> tuple[str, ...]:
@@ -137,6 +165,9 @@ def _removed(found: Pruned[Any], model: PreTrainedModel) -> str:
             parts.append(f"{gone:,} {name}")
     if len(found.layers) < layers:
         parts.append(f"{layers - len(found.layers)} of {layers} layers")
+    schedule = found.model.config.token_schedule
+    if schedule not in (None, model.config.token_schedule):
+        parts.append(f"{1 - sum(schedule) / len(schedule):.0%} of the layers' tokens")
     if found.zeros:
         parts.append(f"{found.zeros:.1%} of the weights")
     if pieces := model.config.vocab_size - found.model.config.vocab_size:

@@ -8,7 +8,8 @@ Source: Goyal et al. 2020, "PoWER-BERT: Accelerating BERT Inference via Progress
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastbert.models.base import PreTrainedModel
@@ -43,3 +44,23 @@ def eliminate(model: _Model, schedule: Sequence[float] | None) -> _Model:
         config.token_schedule = before
         raise
     return model
+
+
+@contextlib.contextmanager
+def scheduled(model: PreTrainedModel, schedule: Sequence[float] | None) -> Iterator[None]:
+    """A block in which a model has a schedule, see `eliminate`; its end restores the old one."""
+    before = model.config.token_schedule
+    try:
+        eliminate(model, schedule)
+        yield
+    finally:
+        model.config.token_schedule = before
+
+
+def check_whole(model: PreTrainedModel) -> int:
+    """The number of layers of a model; ValueError if it has a schedule, or cannot have one."""
+    if model.config.token_schedule is not None:
+        raise ValueError("model: expected one without a token_schedule")
+    layers = len(model.base_model.layer_list())
+    with scheduled(model, [1.0] * layers):
+        return layers

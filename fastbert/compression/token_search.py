@@ -13,13 +13,19 @@ sec. 3.3.
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastbert.compression.elimination import eliminate
+from fastbert.compression.elimination import check_whole, eliminate
+from fastbert.finetuning.losses import Method, TaskLosses
+from fastbert.finetuning.settings import Settings
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.elimination import ranks_of
 from fastbert.layers.taps import Taps
@@ -57,6 +63,13 @@ class _Soft(Taps):
         return attended * self.of_tokens.to(attended.dtype).unsqueeze(1)
 
 
+def _check(weight: object, bins: object) -> None:
+    if type(bins) is not int or bins < 1:
+        raise ValueError(f"bins: expected an integer >= 1, got {bins!r}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise ValueError(f"weight: expected a number >= 0, got {weight!r}")
+
+
 class TokenSearch(Losses):
     """The losses of a task, and a price per token that a layer keeps. `schedule` has what was learnt.
 
@@ -74,19 +87,13 @@ class TokenSearch(Losses):
 
     def __init__(self, losses: Losses, model: PreTrainedModel, *, weight: float = 5e-4, bins: int = 64):
         super().__init__()
-        if type(bins) is not int or bins < 1:
-            raise ValueError(f"bins: expected an integer >= 1, got {bins!r}")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
-            raise ValueError(f"weight: expected a number >= 0, got {weight!r}")
-        layers = model.base_model.layer_list()
-        if model.config.token_schedule is not None or model.config.family.pre_norm:
-            why = "norms before the blocks" if model.config.family.pre_norm else "a token_schedule"
-            raise ValueError(f"model: expected one without {why}")
-        eliminate(model, [1.0] * len(layers))
-        eliminate(model, None)
+        _check(weight, bins)
+        if model.config.family.pre_norm:
+            raise ValueError("model: expected one without norms before the blocks")
+        layers = check_whole(model)
         self.losses, self.model, self.exports = losses, model, losses.exports
         self.weights, self.passes = {**losses.weights, "tokens": weight}, losses.passes
-        self.factors = nn.Parameter(torch.ones(len(layers), bins, device=model.device))
+        self.factors = nn.Parameter(torch.ones(layers, bins, device=model.device))
 
     def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
         """The task's results, and the loss "tokens"."""
@@ -109,6 +116,89 @@ class TokenSearch(Losses):
         bins = self.factors.shape[1]
         share = self.factors.detach().double().mean(1).clamp(1 / bins, 1)
         return share.cummin(0).values.tolist()
+
+
+@dataclass(frozen=True)
+class LearnedSchedule(Method):
+    """A schedule that is learned beside the task; `fastbert.finetuning.run.finetune` takes it as `method`.
+
+    The trained model has the schedule. Fine-tune it again to recover what it lost.
+
+    Attributes:
+        weight, bins: see `TokenSearch`.
+        lr: the largest learning rate of the factors, 1e-4 to 1e-2 in the paper.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+
+    weight: float = 5e-4
+    bins: int = 64
+    lr: float = 1e-2
+
+    def __post_init__(self) -> None:
+        _check(self.weight, self.bins)
+        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
+            raise ValueError(f"lr: expected a number > 0, got {self.lr!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Method`."""
+        return {"name": "token-search", **asdict(self)}
+
+    def losses(
+        self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int
+    ) -> TaskLosses:
+        """See `Method`."""
+        for name in ("freeze", "layerdrop", "freelb", "smart"):
+            if getattr(settings, name):
+                raise ValueError(f"{name}: expected none with a search of tokens")
+        return _LearnedLosses(model, settings, steps, self)
+
+
+class _LearnedLosses(TaskLosses):
+    """The losses of a `LearnedSchedule`; the model has the schedule when it is scored."""
+
+    def __init__(
+        self, model: PreTrainedModel, settings: Settings, steps: int, options: LearnedSchedule
+    ) -> None:
+        super().__init__(model, settings)
+        task = TaskLosses(model, settings)
+        self.search = TokenSearch(task, model, weight=options.weight, bins=options.bins)
+        self.steps, self._scale = steps, options.lr / settings.lr
+        self.taken = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+
+    def forward(self, inputs: dict[str, Any], measure: bool = False) -> Results:
+        """({"task": the mean loss and the price}, {})."""
+        found, right = self.search(inputs, measure)
+        return {"task": found["task"] + self.search.weights["tokens"] * found["tokens"]}, right
+
+    def grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The factors have their own learning rate, and do not decay."""
+        factors = self.search.factors
+        rest = [{**each, "params": [p for p in each["params"] if p is not factors]} for each in groups]
+        own = {"params": [factors], "weight_decay": 0.0, "lr_scale": self._scale}
+        return [*(each for each in rest if each["params"]), own]
+
+    def optimized(self, optimizer: Optimizer) -> None:
+        """Count each step."""
+        self.search.optimized(optimizer)
+
+        @torch.no_grad()
+        def step(*_: Any) -> None:
+            self.taken += 1
+
+        optimizer.register_step_post_hook(step)
+
+    def scored(self) -> PreTrainedModel:
+        """A copy with the schedule."""
+        return eliminate(copy.deepcopy(self.model), self.search.schedule())
+
+    trained = scored
+
+    @property
+    def is_final(self) -> bool:
+        """Whether all steps are taken: an earlier schedule keeps more tokens."""
+        return int(self.taken) >= self.steps
 
 
 def search_groups(scale: float) -> Any:

@@ -102,10 +102,8 @@ def fit(
         history = so_far()
         # An interrupted run is saved at any step, also before the first
         if step == steps or (step > 0 and step % every == 0):
-            scores = {
-                split: _scored(task, built[0].model, each, DTYPES[settings.dtype])
-                for split, each in dev.items()
-            }
+            model, dtype = built[0].scored(), DTYPES[settings.dtype]
+            scores = {split: _scored(task, model, each, dtype) for split, each in dev.items()}
             entry = {"step": step, "epoch": step * size / count, **scores}
             history.append(entry if built[0].is_final else {**entry, "counts": False})
             if dev and built[0].is_final and best_of(task, history) is history[-1]:

@@ -81,6 +81,10 @@ class TaskLosses(Losses):
         """The parameter groups of this module, from the usual ones."""
         return groups
 
+    def scored(self) -> PreTrainedModel:
+        """The model as it is scored after an epoch."""
+        return self.model
+
     @property
     def is_final(self) -> bool:
         """Whether the model may be the best of its run by now."""
@@ -207,23 +211,9 @@ class SmartLosses(TaskLosses):
 
     def _divergence(self, one: Any, other: Any, inputs: dict[str, Any]) -> Tensor:
         """The mean divergence of two answers to the same inputs."""
-        parts = []
-        for name in self.fields:
-            a, b = one[name], other[name]
-            if self.model.config.problem_type == "regression":
-                parts.append(F.mse_loss(a, b))
-                continue
-            if name != "logits":  # a score per token, of which a sequence chooses one
-                lengths = inputs["cu_seqlens"].diff().tolist()
-                lowest = torch.finfo(a.dtype).min
-                a, b = (
-                    pad_sequence(x.split(lengths), batch_first=True, padding_value=lowest) for x in (a, b)
-                )
-            elif a.shape[0] == inputs["labels"].shape[0] == inputs["input_ids"].shape[0]:
-                kept = inputs["labels"] != IGNORED
-                a, b = a[kept], b[kept]
-            parts.append(symmetric_divergence(a, b))
-        return torch.stack(parts).mean()
+        pairs = zip(answers(one, self.fields, inputs), answers(other, self.fields, inputs), strict=True)
+        apart = F.mse_loss if self.model.config.problem_type == "regression" else symmetric_divergence
+        return torch.stack([apart(a, b) for a, b in pairs]).mean()
 
     def optimized(self, optimizer: Optimizer) -> None:
         """Let the running mean of the weights follow each step."""
@@ -252,6 +242,29 @@ def losses_of(model: PreTrainedModel, settings: Settings, fields: Sequence[str])
     if settings.smart is not None:
         return SmartLosses(model, settings, fields)
     return TaskLosses(model, settings)
+
+
+def answers(output: Any, fields: Sequence[str], inputs: Mapping[str, Any]) -> list[Tensor]:
+    """The scores of which each answer is one, per field: (n, classes).
+
+    An answer is a sequence's class, a labelled token's class, or a token of a sequence.
+
+    Args:
+        output: a model's output for packed inputs.
+        fields: of the output that answers are made of.
+        inputs: with `cu_seqlens`, `input_ids` and labels.
+    """
+    found = []
+    for name in fields:
+        scores = output[name]
+        if name != "logits":  # a score per token, of which a sequence chooses one
+            lowest = torch.finfo(scores.dtype).min
+            lengths = inputs["cu_seqlens"].diff().tolist()
+            scores = pad_sequence(scores.split(lengths), batch_first=True, padding_value=lowest)
+        elif scores.shape[0] == inputs["labels"].shape[0] == inputs["input_ids"].shape[0]:
+            scores = scores[inputs["labels"] != IGNORED]
+        found.append(scores)
+    return found
 
 
 def symmetric_divergence(a: Tensor, b: Tensor) -> Tensor:

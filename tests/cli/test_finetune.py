@@ -21,6 +21,8 @@ import transformers
 import fastbert
 from fastbert.cli import finetune_arguments
 from fastbert.cli.main import build_parser, main
+from fastbert.compression.length_drop import LengthDrop
+from fastbert.compression.token_search import LearnedSchedule
 from fastbert.finetuning import predict as predicting
 from fastbert.finetuning import run as finetuning
 from fastbert.finetuning import tasks
@@ -192,6 +194,22 @@ def test_movement_pruning_ends_with_a_smaller_model(models, table, tmp_path, cap
     (log,) = (tmp_path / "out" / "runs").glob("*/results.json")
     method = json.loads(log.read_text())["config"]["method"]
     assert (method["name"], method["units"], method["keep"]) == ("movement", "blocks", 0.5)
+
+
+def test_methods_that_drop_tokens(models, table, tmp_path):
+    for name, more, expected in (
+        ("some", ["--length-drop", "0.3", "--length-drop-models", "1"], LengthDrop(0.3, 1)),
+        ("two", ["--length-drop", "0.2", "--layerdrop", "0.2"], LengthDrop(0.2, 2)),
+        ("found", ["--token-search", "0.5", "--lr", "3e-3"], LearnedSchedule(0.5)),
+    ):
+        assert main(command("csv", models, table, tmp_path / name, *more)) == 0
+        log = tmp_path / name / "runs" / "lr-0.003-seed-0" / "results.json"
+        config = json.loads(log.read_text())["config"]
+        assert config["method"] == expected.to_dict()
+        assert config["settings"]["layerdrop"] == (0.2 if name == "two" else 0)
+        schedule = fastbert.EncoderConfig.from_pretrained(tmp_path / name).token_schedule
+        assert (schedule is None) == (name != "found")
+    assert schedule[-1] < 1
 
 
 def test_a_signal_outside_of_training_ends_the_command(models, table, tmp_path, capsys, monkeypatch):
@@ -463,6 +481,12 @@ MISTAKES = [
     (f"{FINETUNE} --freelb 0", "freelb steps: expected an integer >= 1, got 0"),
     (f"{FINETUNE} --smart 1,x", "argument --smart"),
     (f"{FINETUNE} --movement-keep 0.5", "--movement-keep: needs --movement"),
+    (f"{FINETUNE} --length-drop 1", "drop: expected a number in (0, 1), got 1.0"),
+    (f"{FINETUNE} --length-drop-models 1", "--length-drop-models: needs --length-drop"),
+    (f"{FINETUNE} --token-search -1", "weight: expected a number >= 0"),
+    (f"{FINETUNE} --token-search 1 --layerdrop 0.1", "layerdrop: expected none with a search of tokens"),
+    (f"{FINETUNE} --movement soft --length-drop 0.2", "--length-drop: expected none with --movement"),
+    (f"{FINETUNE} --token-search 1 --length-drop 0.2", "--token-search: expected none with --length-drop"),
     (f"{FINETUNE} --movement soft --movement-keep 0.5", "keep: expected None, as it is for kind 'hard'"),
     (f"{FINETUNE} --movement hard --mixout 0.5", "mixout: expected none with movement pruning"),
     (f"{FINETUNE} --intermediate-task mnli", "--intermediate-task: needs --intermediate"),

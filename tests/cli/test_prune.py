@@ -15,6 +15,8 @@ import fastbert
 from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
+from fastbert.compression.schedule_search import search_schedules, within
+from fastbert.compression.size import size_of
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import tokenized
@@ -211,12 +213,56 @@ def test_the_table_of_words_is_factored(folder, tmp_path, capsys):
     torch.testing.assert_close(small(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_leave_within_a_budget(folder, tmp_path, capsys):
+    rows = ["--input", folder / "rows.jsonl", "--labels", "class"]
+    given = ["--tokens", "0.6", "--rounds", "1", "--layers", "0,2", "--seed", "3"]
+    assert prune(folder, "classes", tmp_path / "out", *given, *rows) == 0
+    said = capsys.readouterr()
+    model = model_of(str(folder / "classes"), "cpu")
+    examples = tokenized(load_tokenizer(folder / "classes"), **read(folder / "rows.jsonl", labels="class"))
+    shorter = fastbert.prune(model, layers=[0, 2]).model
+    points = search_schedules(shorter, examples, rounds=1, seed=3)
+    schedule, cost, score = within(points, 0.6)
+    found = model_of(str(tmp_path / "out"), "cpu")
+    assert found.config.token_schedule == [*schedule]
+    assert cost <= 0.6
+    share = round(100 - 50 * sum(schedule))
+    assert f"without 1 of 3 layers, {share}% of the layers' tokens" in said.out
+    flops = [size_of(each).flops / 1e6 for each in (model, found)]
+    assert re.search(rf"MFLOP per token, 128 tokens +{flops[0]:.1f} -> +{flops[1]:.1f} ", said.out)
+    assert re.search(rf"accuracy .* -> +{score:.4f}", said.out)
+    assert re.findall("fastbert: round 1 of 1: [0-9]+ schedules, [0-9]+ kept", said.err)
+    # A schedule that was there is searched anew, and stays without --tokens
+    assert prune(tmp_path, "out", tmp_path / "half", "--heads", "0.5", "--score", "magnitude") == 0
+    assert "layers' tokens" not in capsys.readouterr().out
+    assert model_of(str(tmp_path / "half"), "cpu").config.token_schedule == [*schedule]
+    assert prune(tmp_path, "out", tmp_path / "again", *given[:4], *rows) == 0
+    points = search_schedules(shorter, examples, rounds=1)
+    again = model_of(str(tmp_path / "again"), "cpu").config.token_schedule
+    assert again == [*within(points, 0.6).schedule]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (
             "encoder",
-            "--heads, --neurons, --layers, --vocabulary, --weights, --embedding-rank: expected at least one",
+            "--heads, --neurons, --layers, --vocabulary, --weights, --embedding-rank, --tokens: expected at",
+        ),
+        ("encoder --tokens 0", r"--tokens 0: expected a share in \(0, 1\]"),
+        ("encoder --tokens .5 --dense --input lines.txt", "--dense: expected none with --tokens"),
+        (
+            "encoder --tokens .5 --vocabulary lines.txt --input lines.txt",
+            "--vocabulary: expected none with --tokens",
+        ),
+        ("encoder --tokens .5", "--input: --tokens needs examples"),
+        (
+            "classes --tokens .01 --rounds 0 --input rows.jsonl --labels class",
+            r"--tokens 0.01: cost: expected at least 0\.\d+, got 0.01",
+        ),
+        (
+            "classes --tokens .5 --rounds -1 --input rows.jsonl --labels class",
+            "rounds: expected an integer >= 0",
         ),
         ("encoder --weights 1", r"weights: expected a share in \[0, 1\), got 1.0"),
         ("encoder --embedding-rank 0", "embedding_rank: expected an integer from 1 to 48, got 0"),
