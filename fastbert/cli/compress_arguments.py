@@ -18,6 +18,7 @@ RECIPES = (
     "tinybert",
     "minilm",
     "minilmv2",
+    "sentences",
 )
 
 
@@ -106,7 +107,8 @@ def add_distill(commands: Any) -> None:
         help="train a small model to compute what a large one computes",
         description="Train a student on the outputs of a teacher. kd, bilstm, pkd, tinybert-task and theseus "
         "read labelled examples, and the teacher is fine-tuned for their task. distilbert, tinybert, "
-        "minilm and minilmv2 read text. Prints parameters, size, operations per token, measured tokens per "
+        "minilm and minilmv2 read text. sentences reads texts without labels, and the teacher is a sentence "
+        "encoder. Prints parameters, size, operations per token, measured tokens per "
         "second and scores of teacher and student, and the papers' rows. Rerun to resume; results are "
         "bit-identical.",
         epilog="Example:\n  fastbert distill --teacher trained --layers 0,2,4 --recipe kd --data texts.jsonl "
@@ -134,7 +136,8 @@ def add_distill(commands: Any) -> None:
         required=True,
         metavar="FILE",
         help='labelled examples: .jsonl with "text", maybe "pair" and maybe "label"; .txt without labels; or '
-        "a directory of --task. Text: .txt, .jsonl or .parquet, or a corpus of fastbert prepare",
+        "a directory of --task. Text: .txt, .jsonl or .parquet, or a corpus of fastbert prepare. Sentences: "
+        ".txt; or .tsv or .jsonl with pairs, of which the teacher reads the first",
     )
     add(
         "--task",

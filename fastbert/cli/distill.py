@@ -9,6 +9,7 @@ from fastbert.cli.costs import costs
 from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.compression.distillation.recipes import RECIPES
 from fastbert.compression.distillation.run import Result, distill
+from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.training.loop import DTYPES, Interrupted
 from fastbert.training.parallel import Parallel
 
@@ -52,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(found: Result) -> list[str]:
     """What the result costs, scores and is beside the papers'."""
-    lines = [f"  {line}" for line in costs(found.teacher, found.student)]
+    sides = [
+        side.model if isinstance(side, SentenceEncoder) else side for side in (found.teacher, found.student)
+    ]
+    lines = [f"  {line}" for line in costs(*sides)]
     for split, scores in found.scores.get("teacher", {}).items():
         for name, value in scores.items():
             after = found.scores["student"][split][name]

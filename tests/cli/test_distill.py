@@ -68,6 +68,19 @@ def test_a_bilstm(places, tmp_path, capsys):
     assert "\n  published: BiLSTM: 110 x smaller" in said
 
 
+def test_a_sentence_encoder(places, tmp_path, capsys):
+    (tmp_path / "texts.txt").write_text("the red cat\n" * 9)
+    found = fastbert.SentenceEncoder.from_pretrained(places / "base")
+    found.save_pretrained(tmp_path / "teacher")
+    more = ["--teacher", tmp_path / "teacher", "--data", tmp_path / "texts.txt", "--recipe", "sentences"]
+    family = ["--student-family", "distilbert"]
+    assert distil(places, tmp_path / "out", *more, "--layers", "0", *family) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\n  parameters +\S+ -> +\S+  \d+\.\d\d x\n", said)
+    assert re.search(r"\n  vectors_loss +\S+\n", said)
+    assert fastbert.SentenceEncoder.from_pretrained(tmp_path / "out").model.config.model_type == "distilbert"
+
+
 def test_a_stopped_command_says_how_to_resume(places, tmp_path, monkeypatch, capsys):
     counted = Trainer._counted
 

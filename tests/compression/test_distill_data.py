@@ -27,7 +27,7 @@ def test_batches_count_what_losses_are_means_of(tmp_path):
     of_tokens = ("cosine", "embeddings", "hidden", "attention", "queries", "keys", "values")
     assert found.counts == {
         "task": 2,
-        **dict.fromkeys(("kd", "logits", "patient"), 3),
+        **dict.fromkeys(("kd", "logits", "patient", "vectors", "angles"), 3),
         **dict.fromkeys(of_tokens, sum(lengths)),
         "scores": sum(n * n for n in lengths),
     }

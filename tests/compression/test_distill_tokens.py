@@ -103,7 +103,7 @@ def test_losses_of_spans_are_means_over_starts_and_ends():
     grad = module.student.qa_outputs.weight.grad
     assert grad.isfinite().all()
     assert grad.any()
-    # Where a sequence ends changes nothing for the others
+    # Where a sequence ends changes nothing for another
     alone = {name: inputs[name] for name in ("start_positions", "end_positions")}
     alone = {name: values[:1] for name, values in alone.items()}
     alone |= {"input_ids": inputs["input_ids"][:5], "cu_seqlens": inputs["cu_seqlens"][:2], "max_seqlen": 5}

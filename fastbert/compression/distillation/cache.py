@@ -50,7 +50,7 @@ class Cached:
 
 def _of_examples(name: str) -> bool:
     """Whether a tensor has a row per example, not per token."""
-    return name.partition(".")[0] in ("logits", "first")
+    return name.partition(".")[0] in ("logits", "first", "vectors")
 
 
 def _places(name: str, numbers: np.ndarray, starts: np.ndarray) -> Tensor:

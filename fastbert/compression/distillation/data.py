@@ -8,6 +8,7 @@ of `fastbert.finetuning.tasks`, or one file: .jsonl, objects with "text", maybe 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from fastbert.pretraining.corpus import INDEX, Corpus
 from fastbert.pretraining.formats import DocSentences, Example
 from fastbert.pretraining.masking import Masked
 from fastbert.pretraining.objectives.masked import MaskedExample, Objective
+from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import inputs
 from fastbert.tasks.files import Texts, filled_lines, parsed
@@ -41,7 +43,7 @@ from fastbert.training.stream import Batch
 _TEXTS = (".jsonl", ".txt", ".tsv")
 # Losses whose mean is over tokens, and over examples
 _TOKENS = ("cosine", "embeddings", "hidden", "attention", "queries", "keys", "values")
-_EXAMPLES = ("kd", "logits", "patient")
+_EXAMPLES = ("kd", "logits", "patient", "vectors", "angles")
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class Taught:
 
     @property
     def hash(self) -> str:
-        """Of the examples."""
-        return self.inner.hash
+        """Of the examples, as both models read them."""
+        hashes = [each.hash for each in (self.inner, self.other) if each is not None]
+        return hashes[0] if self.other is None else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def plan(self, epoch: int) -> Any:
         """The epoch's examples and their lengths."""
@@ -214,10 +217,31 @@ def labelled_of(
     )
 
 
+def sentences_of(data: Path, student: SentenceEncoder, teacher: SentenceEncoder) -> tuple[Encoded, Encoded]:
+    """The sentences of a file as the student reads them, and as the teacher does.
+
+    Of a pair the teacher reads the first text; the student reads both, an example each.
+
+    Args:
+        data: .txt, a sentence per line; .tsv, pairs; or .jsonl, objects with "text" and maybe "pair".
+        student, teacher: with their tokenizers.
+
+    Raises:
+        ValueError, OSError: naming the argument, or the file and the line.
+    """
+    texts = _file(data, [])
+    # Teachers of pairs of texts have no vectors of sentences
+    sides = (texts.texts + (texts.pairs or []), student), (texts.texts * (2 if texts.pairs else 1), teacher)
+    found = (encoder.tokenize(read) for read, encoder in sides)
+    own, other = (Encoded(each.ids, np.zeros_like(each.ids), each.starts, {}) for each in found)
+    return own, other
+
+
 def _file(path: Path, names: list[str]) -> Texts:
     """The texts of a file; labels are numbers of classes, `IGNORED` where there is none."""
-    if path.suffix not in _TEXTS:
-        raise ValueError(f"data: {path}: expected a directory, or a file that ends in {', '.join(_TEXTS)}")
+    folder = "a directory, or " if names else ""
+    if not path.is_file() or path.suffix not in _TEXTS:
+        raise ValueError(f"data: {path}: expected {folder}a file that ends in {', '.join(_TEXTS)}")
     if path.suffix != ".jsonl":
         texts = inputs.read(path, pairs=path.suffix == ".tsv")
         labels: list[Any] = [IGNORED] * len(texts["texts"])
@@ -251,4 +275,5 @@ def _label(where: str, label: Any, names: Collection[str]) -> float:
     if not of_number and label in [*names]:
         return [*names].index(label)
     expected = "a number" if of_number else f"one of the teacher's classes {[*names]}, or its number"
+    expected = expected if names else "none"
     raise ValueError(f"{where}: label: expected {expected}, got {label!r}")

@@ -19,6 +19,7 @@ from fastbert.compression.distillation.reading import (
     SPANS,
     TEXTS,
     TOKENS,
+    VECTORS,
     WORDS,
     Read,
     read,
@@ -26,6 +27,7 @@ from fastbert.compression.distillation.reading import (
     span_rows,
 )
 from fastbert.compression.distillation.recipes import READS
+from fastbert.compression.distillation.sentences import SentenceVectors
 from fastbert.compression.distillation.theseus import Replacing
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import part
@@ -67,7 +69,8 @@ class Distilled(Losses):
     ) -> None:
         super().__init__()
         self.student, self.weights, self.pairs = student, dict(weights), list(pairs)
-        self.exports = {"model": student} if isinstance(student, PreTrainedModel) else {}
+        inner = inner_of(student)
+        self.exports = {"model": inner} if isinstance(inner, PreTrainedModel) else {}
         self.temperature, self.relation_heads = temperature, relation_heads
         # In a tuple, so that it is no child
         self._teacher = (teacher,)
@@ -80,7 +83,9 @@ class Distilled(Losses):
             if name in self.weights and widths[0] != widths[1]:
                 self.maps[name] = nn.Linear(*widths, bias=False)
         self.wanted, self.rows = wanted(self.weights, self.pairs, student, teacher), rows_of(student)
-        if not {"logits", "token_logits"} & self.wanted[0] and self.rows != WORDS:
+        if self.rows == VECTORS:
+            freeze_above(inner, {f"states.{depth_of(inner)}"})
+        elif not {"logits", "token_logits"} & self.wanted[0] and self.rows != WORDS:
             freeze_above(student, self.wanted[0])
         self._words = "kd" in self.weights and self.rows == WORDS
 
@@ -147,6 +152,9 @@ class Distilled(Losses):
             if name == "logits" or self._regression:
                 return losses.mean_squared(own, taught)
             return losses.soft_cross_entropy(own, taught, self.temperature)
+        if name in ("vectors", "angles"):
+            compare = losses.mean_squared if name == "vectors" else losses.cosine
+            return compare(s["vectors"], t["vectors"])
         compared = []
         for m, n in pairs_of(name, self.pairs, self.student, self.teacher):
             given = [(s[f"{kind}.{m}"], t[f"{kind}.{n}"]) for kind in reads(name, self.rows)]
@@ -191,10 +199,15 @@ class Distilled(Losses):
         live = not any(name.startswith(CACHED) for name in batch.inputs)
         for model, share in ((self.student, 1.0), (self.teacher, live / 3)):
             config = model.config
-            if isinstance(model, PreTrainedModel):
+            if isinstance(inner_of(model), PreTrainedModel):
                 sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
                 found += share * encoder_work(batch.lengths, *sizes)
         return found
+
+
+def inner_of(model: Any) -> Any:
+    """The encoder of `SentenceVectors`; any other model itself."""
+    return model.model if isinstance(model, SentenceVectors) else model
 
 
 def depth_of(model: Any) -> int:
@@ -253,7 +266,7 @@ def wanted(
         if name == "task":
             own |= {*reads("kd", rows)}
         for kind in reads(name, rows):
-            if kind.endswith("logits"):
+            if kind == "vectors" or kind.endswith("logits"):
                 if rows != WORDS:
                     own.add(kind)
                     of_teacher.add(kind)

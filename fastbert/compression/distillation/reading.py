@@ -2,6 +2,7 @@
 
     logits                         (sequences, classes)
     token_logits                   (total, classes); of spans (total, 2), as start and as end
+    vectors                        (sequences, width), of a sentence encoder
     states.L                       (total, hidden), the output of layer L
     first.L                        (sequences, hidden), its rows of first tokens
     queries.L, keys.L, values.L    (total, nheads, headdim), of layer L
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastbert.compression.distillation.bilstm import BiLstmForSequenceClassification
+from fastbert.compression.distillation.sentences import SentenceVectors
 from fastbert.finetuning.encoded import has_segments
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.taps import Taps
@@ -32,18 +34,20 @@ from fastbert.models.heads.token_classification import BertForTokenClassificatio
 
 _QKV = ("queries", "keys", "values")
 # What the logits of a model are of
-TEXTS, TOKENS, SPANS, WORDS, NOTHING = "texts", "tokens", "spans", "words", "nothing"
+TEXTS, TOKENS, SPANS, WORDS = "texts", "tokens", "spans", "words"
+VECTORS, NOTHING = "vectors", "nothing"
 _HEADS = (
     (MaskedLMModel, WORDS),
     (BertForTokenClassification, TOKENS),
     (BertForQuestionAnswering, SPANS),
     (BertForSequenceClassification, TEXTS),
     (BiLstmForSequenceClassification, TEXTS),
+    (SentenceVectors, VECTORS),
 )
 
 
 def rows_of(model: Any) -> str:
-    """What the logits of a model are of: `TEXTS`, `TOKENS`, `SPANS`, `WORDS`, or `NOTHING`."""
+    """What the logits of a model are of; `VECTORS` of a sentence encoder, `NOTHING` of another encoder."""
     return next((rows for head, rows in _HEADS if isinstance(model, head)), NOTHING)
 
 
@@ -102,13 +106,15 @@ def read(model: Any, inputs: dict[str, Any], wanted: Collection[str]) -> Read:
     """Run a model and keep what is wanted of it.
 
     Args:
-        model: an encoder, a model with a head, or a `BiLstmForSequenceClassification`.
+        model: an encoder, a model with a head, a `BiLstmForSequenceClassification` or `SentenceVectors`.
         inputs: `input_ids` (total,), `cu_seqlens`, `max_seqlen` and, if there are any, `token_type_ids`.
         wanted: names; see the module.
     """
     ids, ends, longest = inputs["input_ids"], inputs["cu_seqlens"], inputs["max_seqlen"]
     if isinstance(model, BiLstmForSequenceClassification):
         return Read({"logits": model(ids, cu_seqlens=ends, max_seqlen=longest).logits})
+    if isinstance(model, SentenceVectors):
+        return Read({"vectors": model(ids, ends, longest)})
     types = inputs.get("token_type_ids") if has_segments(model.config) else None
     kinds = {name.partition(".")[0] for name in wanted}
     taps, states = _Kept(wanted), bool(kinds & {"states", "first"})

@@ -12,6 +12,8 @@
     scores      squared error of attention's scores                                    pairs of tokens
     attention   KL of attention maps                                                   tokens and heads
     queries     KL of the softmax of x xᵀ / √d, x the queries; keys, values: the same  tokens and heads
+    vectors     squared error of the vectors of sentences                              sentences
+    angles      1 - cos of the vectors of sentences                                    sentences
 
 "patient" is a mean over layers and components, as the authors' code has it, for which β = 500 was chosen.
 "embeddings", "hidden" and "scores" are sums over layers. Maps W exist only between models of unequal widths.
@@ -37,10 +39,12 @@ READS = {
     "queries": ("queries",),
     "keys": ("keys",),
     "values": ("values",),
+    "vectors": ("vectors",),
+    "angles": ("vectors",),
 }
 # Losses that a student with another vocabulary can learn by
-OF_SENTENCES = ("task", "kd", "logits")
-TEXT, TASK = "text", "labelled examples"
+OF_SENTENCES = ("task", "kd", "logits", "vectors", "angles")
+TEXT, TASK, SENTENCES = "text", "labelled examples", "sentences"
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Phase:
     """A part of a run with losses of its own.
 
     Attributes:
-        weights: loss -> its weight in the sum.
+        weights: loss -> its weight in the sum; a loss of weight 0 is there for those who ask for it.
         lr: the largest learning rate.
         epochs: passes over the data.
         replacing: whether the student's layers replace the teacher's at random (`theseus.py`).
@@ -66,7 +70,7 @@ class Recipe:
 
     Attributes:
         source: the paper.
-        data: `TEXT` or `TASK`.
+        data: `TEXT`, `TASK` or `SENTENCES`.
         phases: in order; each begins with the student of the previous phase.
         batch_size: examples per step.
         max_length: most tokens of a sequence.
@@ -181,6 +185,13 @@ RECIPES = {
         max_length=512,
         matched="last",
         relation_heads=48,
+    ),
+    "sentences": Recipe(
+        "Reimers and Gurevych 2020, Making Monolingual Sentence Embeddings Multilingual",
+        SENTENCES,
+        (Phase({"vectors": 1.0, "angles": 0.0}, 2e-5, 5),),
+        batch_size=64,
+        max_length=512,
     ),
 }
 

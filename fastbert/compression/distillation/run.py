@@ -31,7 +31,8 @@ from fastbert.compression.distillation.bilstm import MODEL_TYPE
 from fastbert.compression.distillation.cache import FILE, Cached, gathered, starts_of, write_cache
 from fastbert.compression.distillation.objective import Distilled, reads, wanted
 from fastbert.compression.distillation.reading import SPANS, rows_of
-from fastbert.compression.distillation.recipes import RECIPES, Phase, Recipe
+from fastbert.compression.distillation.recipes import RECIPES, SENTENCES, Phase, Recipe
+from fastbert.compression.distillation.sentences import SentenceVectors
 from fastbert.compression.distillation.students import (
     Student,
     check_pair,
@@ -67,7 +68,7 @@ class Result:
     Attributes:
         output: the student's directory.
         recipe: its name.
-        student, teacher: the models, in eval mode.
+        student, teacher: the models, in eval mode; of the recipe "sentences" `SentenceEncoder`s.
         last: the last line of the log, with each loss.
         scores: "teacher" and "student" -> split -> metric -> score, in fractions of 1; empty without dev
             files.
@@ -109,10 +110,10 @@ def distill(
 
     Args:
         teacher: a HuggingFace directory, or a name on the hub; of recipes with labelled examples one that is
-            fine-tuned for the task.
+            fine-tuned for the task; "sentences" reads a sentence encoder.
         student: a directory; a config or its path, for a new model; a model; a list of the teacher's layers,
             from 0, of which the student begins as a copy; or "bilstm".
-        data: text or labelled examples, as the recipe reads; see `distillation.data`.
+        data: text, labelled examples or sentences, as the recipe reads; see `distillation.data`.
         output: the directory to write; a run that is there resumes.
         recipe: a name of `distillation.recipes.RECIPES`, or a recipe; None: "kd", of a BiLSTM "bilstm".
         student_family: of a student of the teacher's layers: "distilbert" or "bert"; see
@@ -160,15 +161,20 @@ def distill(
             raise ValueError(f"parallel: expected {expected} for {name}, got {parallel.kind}")
         learned = task_of(made, task)
         of_teacher = teacher_of(made, learned, place, parallel.device)
+        if isinstance(of_teacher, SentenceVectors):
+            place = of_teacher.settings.transformer
         begun = student_of(student, made, learned, of_teacher, student_family)
         first, same = begun.make(), same_words(begun, place)
         names = [phase.weights for phase in phases]
         pairs = check_pair(made, names, first, of_teacher, same, layer_map, heads)
-        limit = min(model.config.max_tokens for model in (first, of_teacher))
+        vectors = isinstance(first, SentenceVectors)
+        # Each sentence encoder cuts its own tokens
+        limit = min(model.config.max_tokens for model in ([first] if vectors else [first, of_teacher]))
         length = made.max_length
         if learned is not None and not isinstance(learned, SequenceTask):
             # Windows of a context need room
             length = int(learned.defaults["max_length"])
+        length = first.encoder().max_length if vectors else length
         given = {"batch_size": made.batch_size, "max_length": min(length, limit), **settings}
         how, *_ = (Settings(phase.lr, phase.epochs, **given) for phase in phases)
         if how.max_length > limit:
@@ -189,8 +195,11 @@ def distill(
             "replacing": list(replacing),
             "settings": {each: getattr(how, each) for each in SETTINGS},
         }
+        if vectors:
+            own = of_teacher.settings
+            described["teacher_pooling"] = [own.pooling, own.normalize]
         if cache is not None:
-            key = {each: described[each] for each in ("teacher", "tokenizers", "data")}
+            key = {each: described[each] for each in ("teacher", "teacher_pooling") if each in described}
             key |= {"max_length": how.max_length, "dtype": how.dtype}
             wants = set().union(*(wanted(each, pairs, first, of_teacher)[1] for each in names))
             source = replaced(source, cached=_cached(job, Path(cache), key, source, wants))
@@ -217,10 +226,12 @@ def distill(
         with parallel.alike():
             if parallel.is_first:
                 if dev.dev:
-                    sides = {"teacher": (of_teacher, -1), "student": (trained, 0)}
+                    sides: dict[str, Any] = {"teacher": (of_teacher, -1), "student": (trained, 0)}
                     scores = {who: _scores(*side, dev, how.dtype) for who, side in sides.items()}
-                _write(output, trained, job.places[-1], {**described, "last": last, "scores": scores})
+                _write(output, job, trained, {**described, "last": last, "scores": scores})
         scores = parallel.broadcast(scores)
+    if vectors:
+        trained, of_teacher = trained.encoder(how.max_length), of_teacher.encoder()
     return Result(output, name, trained, of_teacher, last, scores)
 
 
@@ -310,6 +321,10 @@ def _source(
 ) -> tuple[reading.Taught, reading.Labelled]:
     """What the recipe reads, and the dev examples."""
     recipe, how, rows = job.recipe, job.how, rows_of(job.teacher)
+    if recipe.data == SENTENCES:
+        sides = job.first.encoder(how.max_length), job.teacher.encoder()
+        own, other = reading.sentences_of(data, *sides)
+        return reading.Taught(Source(own, False), (), rows, other), reading.Labelled([], {})
     if task is None:
         options = how.max_length, how.seed, recipe.masks, job.parallel
         inner = reading.text_of(data, job.place, corpus, *options)
@@ -336,6 +351,8 @@ def _cached(
     inner = source.inner if source.other is None else Source(source.other, True)
     with job.parallel.alike():
         if job.parallel.is_first:
+            # Of what the teacher reads
+            key = {**key, "data": inner.hash}
             write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype])
     return Cached(folder / FILE, starts_of(inner))
 
@@ -395,10 +412,12 @@ def _scores(model: Any, side: int, data: reading.Labelled, dtype: str) -> dict[s
     return found
 
 
-def _write(output: Path, student: Any, place: Path, content: Mapping[str, Any]) -> None:
+def _write(output: Path, job: _Job, student: Any, content: Mapping[str, Any]) -> None:
     """Write the student, its tokenizer and results.json."""
-    student.save_pretrained(output)
-    for name in TOKENIZER_FILES:
+    place = job.places[-1]
+    whole = student.encoder(job.how.max_length) if isinstance(student, SentenceVectors) else student
+    whole.save_pretrained(output)
+    for name in TOKENIZER_FILES if whole is student else ():
         if (place / name).is_file():
             shutil.copyfile(place / name, output / name)
     path = output / TOKENIZER_CONFIG

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,23 @@ from fastbert.compression.distillation.bilstm import (
 )
 from fastbert.compression.distillation.families import in_family
 from fastbert.compression.distillation.objective import depth_of
-from fastbert.compression.distillation.reading import NOTHING, SPANS, TEXTS, TOKENS, rows_of
-from fastbert.compression.distillation.recipes import OF_SENTENCES, TASK, Recipe, layer_pairs
+from fastbert.compression.distillation.reading import (
+    NOTHING,
+    SPANS,
+    TEXTS,
+    TOKENS,
+    VECTORS,
+    rows_of,
+)
+from fastbert.compression.distillation.recipes import (
+    OF_SENTENCES,
+    SENTENCES,
+    TASK,
+    TEXT,
+    Recipe,
+    layer_pairs,
+)
+from fastbert.compression.distillation.sentences import SentenceVectors, student_settings, teacher_vectors
 from fastbert.finetuning import tasks, trained
 from fastbert.finetuning.features import NerFeatures
 from fastbert.finetuning.sequences import SequenceTask
@@ -83,7 +98,9 @@ def teacher_of(recipe: Recipe, task: Task | None, place: Path, device: torch.dev
         ValueError: the directory lacks the head that the recipe learns from, or it has several labels.
     """
     kind = kind_of(recipe, task)
-    if task is not None:
+    if recipe.data == SENTENCES:
+        model = teacher_vectors(place, device)
+    elif task is not None:
         try:
             model = trained.load(kind, place, device, task.name)
         except ValueError as error:
@@ -109,6 +126,8 @@ def student_of(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
+    if isinstance(teacher, SentenceVectors):
+        return _of_sentences(given, recipe, teacher, family)
     kind = kind_of(recipe, task)
     of_layers = isinstance(given, Sequence) and not isinstance(given, str)
     if family is not None and not of_layers:
@@ -137,6 +156,19 @@ def student_of(
         "student: expected a directory, a config, a model, a list of the teacher's layers or "
         f"{MODEL_TYPE!r}, got {type(given).__name__}"
     )
+
+
+def _of_sentences(given: Any, recipe: Recipe, teacher: SentenceVectors, family: str | None) -> Student:
+    """A student that is a sentence encoder."""
+    settings = teacher.settings
+    if isinstance(given, (str, Path)) and given != MODEL_TYPE and not Path(given).is_file():
+        settings = student_settings(hub.resolve(given), settings)
+        given = settings.transformer
+    begun = student_of(given, recipe, None, teacher.model, family)
+    if begun.place is None:
+        settings = replace(settings, transformer=teacher.settings.transformer)
+    described = {"model": begun.described, "pooling": settings.pooling, "normalize": settings.normalize}
+    return Student(lambda: SentenceVectors(begun.make(), settings), described, begun.place)
 
 
 def _of_layers(teacher: Any, layers: list[int], family: str | None) -> Any:
@@ -226,32 +258,32 @@ def check_pair(
     """
     names = [*dict.fromkeys(name for phase in weights for name in phase)]
     replacing = recipe.replaces
-    alone = recipe.data == TASK and not replacing and {*names} <= {*OF_SENTENCES}
+    alone = recipe.data != TEXT and not replacing and {*names} <= {*OF_SENTENCES}
     rows = rows_of(teacher)
-    if not same_tokens and not (alone and rows == TEXTS):
+    if not same_tokens and not (alone and rows in (TEXTS, VECTORS)):
         raise ValueError(
             "student: has another vocabulary than the teacher; expected the same, or a recipe that compares "
-            "whole texts (kd, bilstm)"
+            "whole texts (kd, bilstm, sentences)"
         )
     if rows != rows_of(student):
         raise ValueError(f"student: {type(student).__name__} has no scores of {rows}, as the teacher has")
     if "logits" in names and rows != TEXTS:
         raise ValueError(f"recipe: squared errors are of scores of texts; expected kd for those of {rows}")
-    depths = depth_of(student), depth_of(teacher)
+    own, other, depths = student.config, teacher.config, (depth_of(student), depth_of(teacher))
+    if not (alone or depths[0]):
+        raise ValueError("student: a BiLSTM has no layers to compare; expected recipe kd or bilstm")
+    of_width = replacing or {*names} & {"cosine", "patient", "vectors", "angles"}
+    if of_width and own.hidden_size != other.hidden_size:
+        raise ValueError(
+            f"student: hidden_size: expected {other.hidden_size} as the teacher has, got {own.hidden_size}"
+        )
     if alone:
         if layer_map is not None:
             raise ValueError("layer_map: expected None with a recipe that compares no layers")
         return []
-    if not depths[0]:
-        raise ValueError("student: a BiLSTM has no layers to compare; expected recipe kd or bilstm")
     pairs = layer_pairs(recipe.matched, *depths, layer_map)
     if "patient" in names and not pairs:
         raise ValueError("student: expected two layers at least, because pkd leaves the last out")
-    own, other = student.config, teacher.config
-    if own.hidden_size != other.hidden_size and (replacing or {*names} & {"cosine", "patient"}):
-        raise ValueError(
-            f"student: hidden_size: expected {other.hidden_size} as the teacher has, got {own.hidden_size}"
-        )
     by_heads = {"scores", "attention"} | ({"values"} if relation_heads is None else set())
     if {*names} & by_heads and own.num_attention_heads != other.num_attention_heads:
         raise ValueError(

@@ -1,0 +1,96 @@
+"""Sentence encoders as teachers and students: the vectors of packed texts, with gradients.
+
+A student that is a folder of sentence-transformers keeps its own pooling and normalisation. Any other student
+takes those of the teacher, and its prompt.
+
+Source: Reimers and Gurevych 2020, "Making Monolingual Sentence Embeddings Multilingual using Knowledge
+Distillation", sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastbert.layers.packing import send
+from fastbert.models.auto import AutoModel
+from fastbert.models.config import EncoderConfig
+from fastbert.ops.pooling import pooling
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.settings import SentenceSettings, modules_of, sentence_settings
+from fastbert.sentences.tokenizer import load_tokenizer
+
+
+class SentenceVectors(nn.Module):
+    """An encoder and its pooling.
+
+    Args:
+        model: an encoder of this package.
+        settings: how it encodes sentences; their folder has the tokenizer.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, settings: SentenceSettings) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+
+    @property
+    def config(self) -> EncoderConfig:
+        """The encoder's."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """The encoder's."""
+        return self.model.device
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """(total,) ids of packed texts -> (texts, width) in float32."""
+        hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, packed=True)[0]
+        rows = pooling(hidden, send(cu_seqlens, hidden.device), self.settings.pooling)
+        return F.normalize(rows, dim=1) if self.settings.normalize else rows
+
+    def encoder(self, max_length: int | None = None) -> SentenceEncoder:
+        """The model as users call it and as it is saved.
+
+        Args:
+            max_length: most tokens of a text; None: as the settings say, and at most as the model allows.
+        """
+        own, limit = self.settings, self.config.max_tokens
+        if max_length is None and own.max_length is not None:
+            max_length = min(own.max_length, limit)
+        return SentenceEncoder(
+            self.model,
+            load_tokenizer(own.transformer),
+            pooling=own.pooling,
+            normalize=own.normalize,
+            max_length=max_length,
+            lower_case=own.lower_case,
+            prompt=own.prompt,
+            prompts=own.prompts,
+            segments=own.segments,
+            include_prompt=own.include_prompt,
+            similarity_fn_name=own.similarity,
+        )
+
+
+def teacher_vectors(place: Path, device: torch.device) -> SentenceVectors:
+    """The sentence encoder of a directory, in float32."""
+    settings = sentence_settings(place)
+    options = {"dtype": torch.float32, "device": device, "add_pooling_layer": False}
+    return SentenceVectors(AutoModel.from_pretrained(settings.transformer, **options), settings)
+
+
+def student_settings(place: Path, teacher: SentenceSettings) -> SentenceSettings:
+    """How the student of a directory encodes sentences; see the module."""
+    if modules_of(place) is not None or (place / "1_Pooling").is_dir():
+        return sentence_settings(place)
+    options = {"pooling": teacher.pooling, "normalize": teacher.normalize, "prompt": teacher.prompt}
+    own, same = sentence_settings(place, **options), ("prompts", "similarity", "include_prompt")
+    return replace(own, **{name: getattr(teacher, name) for name in same})
