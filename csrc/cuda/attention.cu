@@ -27,6 +27,8 @@ const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintpt
     if (args.total == 0) return nullptr;
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     if (wide) return cuda::attention_forward<float>(args, stream);
+    if (args.max_seqlen <= cuda::kTileRows && args.headdim <= 64 && args.dropout.seed == nullptr)
+        return cuda::attention_short(args, stream);
     return args.dtype == DType::kBFloat16 ? cuda::attention_forward<bf16>(args, stream)
                                           : cuda::attention_forward<fp16>(args, stream);
 }

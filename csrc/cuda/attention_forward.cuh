@@ -72,6 +72,86 @@ __device__ void zero_rows(const AttentionFwd& args, std::int64_t first, int head
     }
 }
 
+// --- a warp's 16 rows, and kKeys keys: kKeys / 8 fragments C ---
+
+// Scaled scores, with the bias if there is one. bias: of this lane's two rows; first_key: this lane's.
+template <int kKeys>
+__device__ __forceinline__ void scale_scores(float (*scores)[4], const AttentionFwd& args,
+                                             const float* const (&bias)[2], int first_key, int length) {
+    if (args.bias.data == nullptr) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float* const from = bias[r] + first_key;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float added = 8 * n + i < length - first_key ? from[8 * n + i] : 0.0f;
+                scores[n][2 * r + i] = fmaf(scores[n][2 * r + i], args.softmax_scale, added);
+            }
+    }
+}
+
+// P of the scores, and its sums before it is rounded. `unit`: exp S = 2^(unit S).
+template <class T, bool kAny, int kKeys>
+__device__ __forceinline__ void exponentiate(std::uint32_t (*p)[4], float (*scores)[4], Rows& rows,
+                                             float unit) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float base = rows.base[i / 2];
+            scores[n][i] = exp2_fast(kAny ? (scores[n][i] - base) * unit : fmaf(scores[n][i], unit, -base));
+            rows.norm[i / 2] += scores[n][i];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            p[n / 2][n % 2 * 2 + r] = pack_pair<T>(scores[n][2 * r], scores[n][2 * r + 1]);
+    }
+}
+
+// Writes out and lse. `start`: the sequence's; `staging`: 16 rows of shared memory that are this warp's.
+template <class T, int kHeadDim, bool kAny>
+__device__ __forceinline__ void store_rows(const AttentionFwd& args, int head, std::int64_t start,
+                                           int warp_row, int length, const float (&out)[kHeadDim / 8][4],
+                                           const Rows& rows, char* staging) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, group = lane / 4, pair = lane % 4;
+    const int row = warp_row + group;
+    const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
+    T* const staged = reinterpret_cast<T*>(staging);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float norm = rows.norm[r];
+        norm += __shfl_xor_sync(kAllLanes, norm, 1);
+        norm += __shfl_xor_sync(kAllLanes, norm, 2);
+        const float factor = norm == 0.0f ? 0.0f : common / norm;
+        if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
+            args.lse[head * args.total + start + row + 8 * r] = norm == 0.0f ? -INFINITY
+                                                                : kAny ? rows.base[r] + logf(norm)
+                                                                       : (rows.base[r] + log2f(norm)) * kLn2;
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; ++n)
+            *reinterpret_cast<std::uint32_t*>(staged + chunk_of<T, kHeadDim>(group + 8 * r, n) + 2 * pair) =
+                pack_pair<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
+    }
+    __syncwarp();
+    constexpr int kChunks = kHeadDim / kPack<T>, kRowsAtOnce = kWarp / kChunks;
+    T* to = static_cast<T*>(args.out) + ((start + warp_row) * args.nheads + head) * kHeadDim;
+#pragma unroll
+    for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+        const int at = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
+        if (warp_row + at < length)
+            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * kHeadDim + chunk * kPack<T>) =
+                load_pack(staged + chunk_of<T, kHeadDim>(at, chunk));
+    }
+}
+
 template <class T, int kHeadDim, Extras kExtras>
 __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kExtras>))
     attention_forward_kernel(AttentionFwd args) {
@@ -198,27 +278,7 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
                     mma<T>(scores[2 * n + 1], q[d], upper);
                 }
             }
-            if (kAny) {
-                if (args.bias.data != nullptr) {
-                    const int left = length - first_key - 2 * pair;
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float* const from = bias[r] + first_key + 2 * pair;
-#pragma unroll
-                        for (int n = 0; n < kTileRows / 8; ++n)
-#pragma unroll
-                            for (int i = 0; i < 2; ++i) {
-                                const float added = 8 * n + i < left ? from[8 * n + i] : 0.0f;
-                                scores[n][2 * r + i] = fmaf(scores[n][2 * r + i], args.softmax_scale, added);
-                            }
-                    }
-                } else {
-#pragma unroll
-                    for (int n = 0; n < kTileRows / 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
-                }
-            }
+            if (kAny) scale_scores<kTileRows>(scores, args, bias, first_key + 2 * pair, length);
             if (first_key + kTileRows > seen || (kLocal && first_key < whole)) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -264,19 +324,7 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
                     }
                 }
             }
-#pragma unroll
-            for (int n = 0; n < kTileRows / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float base = rows.base[i / 2];
-                    scores[n][i] =
-                        exp2_fast(kAny ? (scores[n][i] - base) * unit : fmaf(scores[n][i], unit, -base));
-                    rows.norm[i / 2] += scores[n][i];
-                }
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    p[n / 2][n % 2 * 2 + r] = pack_pair<T>(scores[n][2 * r], scores[n][2 * r + 1]);
-            }
+            exponentiate<T, kAny, kTileRows>(p, scores, rows, unit);
             if (drop) {
                 const KeepMasks masks(keep_bytes);
 #pragma unroll
@@ -304,35 +352,10 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     }
     if (!active) return;
 
-    // --- out and lse. Every warp has passed the last barrier, so the ring's next tile is free ---
-    const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
-    T* const staged = reinterpret_cast<T*>(ring + (slot + kTile == kSlots * kTile ? 0 : slot + kTile) +
-                                           16 * warp * kRowBytes);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float norm = rows.norm[r];
-        norm += __shfl_xor_sync(kAllLanes, norm, 1);
-        norm += __shfl_xor_sync(kAllLanes, norm, 2);
-        const float factor = norm == 0.0f ? 0.0f : common / norm;
-        if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
-            args.lse[head * args.total + start + row + 8 * r] = norm == 0.0f ? -INFINITY
-                                                                : kAny ? rows.base[r] + logf(norm)
-                                                                       : (rows.base[r] + log2f(norm)) * kLn2;
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n)
-            *reinterpret_cast<std::uint32_t*>(staged + chunk_of<T, kHeadDim>(group + 8 * r, n) + 2 * pair) =
-                pack_pair<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
-    }
-    __syncwarp();
-    constexpr int kChunks = kHeadDim / kPack<T>, kRowsAtOnce = kWarp / kChunks;
-    T* to = static_cast<T*>(args.out) + ((start + warp_row) * args.nheads + head) * kHeadDim;
-#pragma unroll
-    for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
-        const int at = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
-        if (warp_row + at < length)
-            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * kHeadDim + chunk * kPack<T>) =
-                load_pack(staged + chunk_of<T, kHeadDim>(at, chunk));
-    }
+    // Every warp has passed the last barrier, so the ring's next tile is free.
+    char* const free = ring + (slot + kTile == kSlots * kTile ? 0 : slot + kTile);
+    store_rows<T, kHeadDim, kAny>(args, head, start, warp_row, length, out, rows,
+                                  free + 16 * warp * kRowBytes);
 }
 
 // --- host ---
@@ -371,6 +394,9 @@ extern template const char* attention_forward<bf16>(const AttentionFwd& args, st
 extern template const char* attention_forward<fp16>(const AttentionFwd& args, std::uintptr_t stream);
 template <>
 const char* attention_forward<float>(const AttentionFwd& args, std::uintptr_t stream);  // attention_float.cu
+
+// attention_short.cu: half precision, headdim 32 and 64, sequences of at most kTileRows tokens, no dropout.
+const char* attention_short(const AttentionFwd& args, std::uintptr_t stream);
 
 }  // namespace cuda
 }  // namespace fastbert

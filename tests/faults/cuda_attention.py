@@ -19,7 +19,7 @@ FAULTS = (
     _fault("groups only of tiles that are there", "        if (copies.left > 0) copies.next(ring + slot);\n        commit_copies();", "        if (copies.left <= 0) return;\n        copies.next(ring + slot);\n        commit_copies();"),
     _fault("values into the tile of the keys", "copy_next(kSlots == 4 ? values : keys, before);", "copy_next(kSlots == 4 ? values : keys, slot);"),
     _fault("a copy before the barrier", "        advance();\n        copy_next(kSlots == 4 ? keys : values, before);", "        copy_next(kSlots == 4 ? keys : values, slot);\n        advance();"),
-    _fault("out staged where others still read v", "(slot + kTile == kSlots * kTile ? 0 : slot + kTile) +\n", "slot +\n"),
+    _fault("out staged where others still read v", "ring + (slot + kTile == kSlots * kTile ? 0 : slot + kTile);", "ring + slot;"),
     _fault("staged rows read before they are written", "    __syncwarp();\n", ""),
     _fault("an idle warp leaves the barriers", "    // A vote, so that", "    if (warp_row >= length) return;\n    // A vote, so that"),
     # places
