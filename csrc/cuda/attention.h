@@ -20,8 +20,8 @@ bool cuda_attention_hopper(int device);
 bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
                                  int multiprocessors);
 // As cuda_attention_fwd, by the kernel for compute capability 9.0 (attention_hopper.cuh): half precision,
-// headdim 64 without bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side
-// in a row. Where the driver refuses a tensor map, cuda_attention_fwd takes the call.
+// headdim 64 without bias and probs, a positive scale, and q, k, v whose heads lie side by side in a row.
+// Where the driver refuses a tensor map, cuda_attention_fwd takes the call.
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

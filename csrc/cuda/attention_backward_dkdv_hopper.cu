@@ -208,8 +208,8 @@ const char* launch_dkdv_hopper(const GroupArguments& args, std::uintptr_t stream
 const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, std::uintptr_t stream) {
     constexpr int kD = cuda::kGroupHead;
     if (args.dtype == DType::kFloat32) return "attention_bwd: expected bfloat16 or float16";
-    if (args.headdim != kD || args.causal || args.bias.data != nullptr || args.gate != nullptr)
-        return "attention_bwd: expected headdim 64, no causal mask, no bias and no gate";
+    if (args.headdim != kD || args.bias.data != nullptr || args.gate != nullptr)
+        return "attention_bwd: expected headdim 64, no bias and no gate";
     if (args.dq == nullptr || args.dk == nullptr || args.dv == nullptr)
         return "attention_bwd: expected dq, dk and dv";
     for (const auto& [heads, count] : {std::pair(&args.q, args.nheads), std::pair(&args.k, args.kv_heads),
@@ -221,7 +221,7 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     cuda::GroupArguments own = {};
     own.call = args;
-    own.local = cuda::is_local(args);
+    own.local = cuda::is_masked(args);
     const auto map = [&](CUtensorMap& to, const void* data, std::int64_t heads, std::int64_t stride) {
         return cuda::make_map(to, args.dtype, data, args.total, heads * kD, stride, cuda::kGroupTile);
     };
@@ -229,7 +229,7 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
                       map(own.k, args.k.data, args.kv_heads, args.k.row_stride) &&
                       map(own.v, args.v.data, args.kv_heads, args.v.row_stride) &&
                       map(own.dout, args.dout, args.nheads, args.nheads * kD);
-    if (!made) return "q, k, v, dout: the driver makes no tensor map of them";
+    if (!made) return cuda_attention_bwd(args, device, stream);
     const char* const reason = cuda::launch_dq_hopper(own, stream);
     if (reason != nullptr) return reason;
     return cuda::launch_dkdv_hopper(own, stream);

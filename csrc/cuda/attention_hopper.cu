@@ -41,7 +41,7 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
         !map_heads(maps.v, args, args.v, args.kv_heads))
         return cuda_attention_fwd(args, device, stream);
     const bool drop = args.dropout.seed != nullptr;
-    if (is_local(args))
+    if (is_masked(args))
         return drop ? launch_hopper<T, true, true>(maps, args, stream)
                     : launch_hopper<T, false, true>(maps, args, stream);
     return drop ? launch_hopper<T, true, false>(maps, args, stream)
@@ -65,8 +65,8 @@ bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::in
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {
     if (args.dtype == DType::kFloat32) return "dtype: expected bfloat16 or float16";
     if (args.headdim != cuda::AttentionTile::kHeadDim) return "headdim: expected 64";
-    if (args.causal || args.bias.data != nullptr || args.probs != nullptr || !(args.softmax_scale > 0.0f))
-        return "expected no bias, causal mask or probs, and softmax_scale > 0";
+    if (args.bias.data != nullptr || args.probs != nullptr || !(args.softmax_scale > 0.0f))
+        return "expected no bias or probs, and softmax_scale > 0";
     if (!cuda::side_by_side(args, args.q, args.nheads) || !cuda::side_by_side(args, args.k, args.kv_heads) ||
         !cuda::side_by_side(args, args.v, args.kv_heads) || !cuda::aligned(args.out))
         return "q, k, v: expected multiples of 16 bytes, rows on 16 bytes and heads side by side";

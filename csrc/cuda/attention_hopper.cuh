@@ -1,5 +1,5 @@
-// Attention's forward on compute capability 9.0, for heads of 64 dimensions without a bias or a causal mask.
-// kLocal: with a window, or heads of q that share one of k and v.
+// Attention's forward on compute capability 9.0, for heads of 64 dimensions without a bias.
+// kLocal: with a window, of which a causal mask is one, or heads of q that share one of k and v.
 // Contract: fastbert/ops/attention.py; mathematics, precision and what is saved: attention_forward.cuh.
 //
 // Tiling     A block owns 128 queries of one sequence and head, 64 for each of two warp groups, whose P and

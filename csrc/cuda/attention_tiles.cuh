@@ -69,6 +69,9 @@ inline bool is_local(const Attention& args) {
     return args.kv_heads != args.nheads || args.window.left >= 0 || args.window.right > 0;
 }
 
+// Likewise, or a causal mask.
+inline bool is_masked(const Attention& args) { return args.causal || is_local(args); }
+
 // The head of k and v that a head of q reads.
 __device__ __forceinline__ int kv_head_of(const Attention& args, int head) {
     return head / (static_cast<int>(args.nheads) / static_cast<int>(args.kv_heads));

@@ -220,7 +220,7 @@ class Run {
         args.dropout.scale = 1.0f;
         args.out = memory_.context;
         const bool hopper =
-            device_.hopper && stack_.dtype != DType::kFloat32 && w.headdim == 64 && !args.causal &&
+            device_.hopper && stack_.dtype != DType::kFloat32 && w.headdim == 64 &&
             args.bias.data == nullptr &&
             cuda_attention_fills_hopper(args.batch, args.total, args.nheads, device_.multiprocessors);
         return hopper ? cuda_attention_hopper_fwd(args, device_.index, stream_)

@@ -51,7 +51,8 @@ FAULTS = (
     _fault("dkdv: one head of a group", "head + 1 < end_head) next_row", "head + 2 < end_head) next_row", _DKDV),
     _fault("dkdv: each head begins anew", "(kLocal && head > first_head);", "(kLocal && head < first_head);", _DKDV),
     _fault("dkdv: the next head with the first one's numbers", "(kLocal ? (head - first_head) * args.total : 0)", "(kLocal ? 0 * (head - first_head) * args.total : 0)", _DKDV),
-    _fault("windows by the kernels without", "own.local = cuda::is_local(args);", "own.local = false;", _DKDV),
+    _fault("causal masks by the kernels without", "own.local = cuda::is_masked(args);", "own.local = cuda::is_local(args);", _DKDV),
+    _fault("windows by the kernels without", "own.local = cuda::is_masked(args);", "own.local = false;", _DKDV),
     # delta, bits, factors
     _fault("delta is not corrected", "delta[half] += rest[half] /", "delta[half] += 0.0f * rest[half] /"),
     _fault("no second walk", "if (rough) shared.rough = 1;", "if (rough) shared.rough = 0;"),

@@ -73,7 +73,7 @@ FAULTS = (
     _fault("the map of k is of q", "map_heads(maps.k, args, args.k,", "map_heads(maps.k, args, args.q,", _HOST),
     _fault("rows without a gap", "heads.row_stride,\n                    kTileRows)", "count * args.headdim,\n                    kTileRows)", _HOST),
     _fault("slots of 64 rows", "slots(args.total, args.batch, Tile::kRows)", "slots(args.total, args.batch) / 2", _HOST),
-    _fault("a causal mask is forgotten", "if (args.causal || args.bias.data", "if (args.bias.data", _HOST),
+    _fault("a causal mask is forgotten", "if (is_masked(args))", "if (is_local(args))", _HOST),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -81,7 +81,7 @@ def forward(emulated, kernels_only, monkeypatch):
 
 @pytest.fixture
 def hopper(emulated):
-    """The kernel for sm_90a: heads of 64, no bias, no causal mask."""
+    """The kernel for sm_90a: heads of 64, no bias."""
     return running(emulated, hopper=True)
 
 
@@ -448,7 +448,7 @@ def test_the_seeds_value_counts_and_not_its_address(forward):
 
 # At the edges of tiles of 64 and of blocks of 128, and between. In the sequence of 250 rows the last block of
 # sm_90a has two groups, of which one or both see the last tile, which ends in NaN.
-WINDOWS = ((64, 64), (0, 1), (20, 0), (63, 5), (130, -1), (-1, 64))
+WINDOWS = ((64, 64), (0, 1), (20, 0), (63, 5), (130, -1), (-1, 64), CAUSAL)
 
 
 @pytest.mark.parametrize("p", (0.0, 0.25))
@@ -543,7 +543,6 @@ REFUSED = (
     ("sm_80", {"out": 0}, "out"),
     ("hopper", {"dtype": 0}, "dtype: expected bfloat16 or float16"),
     ("hopper", {"headdim": 32}, "headdim: expected 64"),
-    ("hopper", {"right": 0}, "expected no bias"),
     ("hopper", {"bias": 16}, "expected no bias"),
     ("hopper", {"softmax_scale": 0.0}, "softmax_scale > 0"),
     ("hopper", {"softmax_scale": math.nan}, "softmax_scale > 0"),
@@ -592,9 +591,7 @@ def served(emulated, monkeypatch):
     [
         c
         for c in (*CASES, *attention_cases.ON_GPU)
-        if c.headdim == 64
-        and not (c.probs or c.bias or c.relative or c.causal)
-        and sum(c.lengths) * c.nheads < 12_000
+        if c.headdim == 64 and not (c.probs or c.bias or c.relative) and sum(c.lengths) * c.nheads < 12_000
     ],
     ids=repr,
 )
@@ -617,11 +614,11 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert serves(made((128, 128), 2, 64, p=0.1))
     assert serves(made((255, 1), 2, 64))
     assert serves(inputs._replace(window=Window(64, 0)))
+    assert serves(inputs._replace(window=CAUSAL))
     assert serves(inputs._replace(k=inputs.k[:, :1], v=inputs.v[:, :1]))
     assert not serves(made((127, 128), 2, 64))
     assert not serves(made((128, 128, 0), 2, 64))
     assert not serves(made((255,), 2, 64))
-    assert not serves(inputs._replace(window=CAUSAL))
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 128)))
     assert not serves(inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}))
     for scale in (0.0, -1.0, math.nan):
@@ -649,8 +646,6 @@ def test_a_bias_is_for_the_other_kernel(emulated):
     assert "attention_hopper" in emulated.launches[-1].kernel
     fwd(inputs._replace(bias=torch.zeros(1, 1, 1, 128)), False, False)
     assert "attention_forward" in emulated.launches[-1].kernel
-    fwd(inputs._replace(window=CAUSAL), False, False)
-    assert "attention_forward" in emulated.launches[-1].kernel
 
 
 @pytest.mark.parametrize("dropout", (False, True))
@@ -659,7 +654,7 @@ def test_self_checks_reach_hopper(dropout):
     assert any(
         c.headdim == 64
         and bool(c.dropout_p) == dropout
-        and not (c.bias or c.causal or c.probs)
+        and not (c.bias or c.probs)
         and c.total >= 128 * len(c.lengths)
         and c.total * c.nheads >= 128 * 132
         and max(c.lengths) > 5 * 64

@@ -419,11 +419,11 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert serves(inputs, NEEDS)
     assert serves(inputs._replace(dropout_p=0.1, seed=SEED), NEEDS)
     assert serves(inputs._replace(window=Window(3, 0)), NEEDS)
+    assert serves(inputs._replace(window=CAUSAL), NEEDS)
     shared = made((9,), 1, 64)
     assert serves(inputs._replace(k=shared.k, v=shared.v), NEEDS)
     for i in range(3):
         assert not serves(inputs, NEEDS._replace(**{NAMES[i]: False}))
-    assert not serves(inputs._replace(window=CAUSAL), NEEDS)
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 9)), NEEDS)
     assert not serves(inputs._replace(gate=torch.ones(2)), NEEDS)
     for name in "qkv":
@@ -440,9 +440,13 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     assert not serves(inputs, NEEDS)
 
 
-def test_a_causal_mask_is_for_the_other_kernels(emulated):
-    Call(emulated.backend, made((70,), 1, 64, causal=True)).run()
+def test_a_map_refused_to_hopper_is_for_the_other_kernels(emulated, monkeypatch):
+    own = Call(emulated.backend, made((70, 9), 1, 64, p=0.25))
+    with emulated.without_maps():
+        found = own.run()
     assert not any("hopper" in launch.kernel for launch in emulated.launches)
+    monkeypatch.setattr(launchers, "HOPPER_BACKWARD", False)
+    assert_bit_equal(found, own.run())
 
 
 def test_self_checks_reach_hopper():
@@ -450,7 +454,7 @@ def test_self_checks_reach_hopper():
     served = [
         c
         for c in attention_cases.ON_GPU
-        if c.headdim == 64 and not (c.bias or c.gate or c.causal) and max(c.lengths) > 3 * 64
+        if c.headdim == 64 and not (c.bias or c.gate) and max(c.lengths) > 3 * 64
     ]
     assert any(c.dropout_p > 0 and any(n % 64 for n in c.lengths) for c in served)
     assert any(c.dropout_p == 0 and any(n % 64 for n in c.lengths) for c in served)
@@ -459,7 +463,6 @@ def test_self_checks_reach_hopper():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     (
-        ({"window": CAUSAL}, {}, "no causal mask"),
         ({"gate": torch.ones(1)}, {}, "no bias and no gate"),
         ({}, {"dq": 0}, "expected dq, dk and dv"),
         ({}, {"device": 1}, "no such kernel"),

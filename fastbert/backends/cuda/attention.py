@@ -45,7 +45,7 @@ def readable(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -
 def hopper_reads(inputs: AttentionInputs) -> bool:
     """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
     total, _, headdim = inputs.q.shape
-    if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
+    if headdim != HOPPER_HEADDIM or inputs.bias is not None or not inputs.softmax_scale > 0:
         return False
     if inputs.q.dtype == torch.float32:
         return False

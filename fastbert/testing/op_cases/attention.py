@@ -293,6 +293,8 @@ ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
     AttentionCase((512, 300), 12, 64, packed_qkv=True, window=(64, 64), dropout_p=0.1),
     AttentionCase((1100,), 12, 64, packed_qkv=True, window=(256, 256), lse=True),
     AttentionCase((512, 300, 257), 12, 64, packed_qkv=True, kv_heads=4, lse=True),
+    # left to right
+    AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, causal=True, lse=True),
     # DeBERTa's
     AttentionCase((512, 300), 12, 64, packed_qkv=True, relative="qk", dropout_p=0.1),
 ]
