@@ -89,8 +89,12 @@ def fp8_product(
     activation: str | None = None,
     with_bias: bool = True,
     gated: str | None = None,
+    input_activation: str | None = None,
 ) -> Tensor:
-    """act(x @ [W1; W2; …].T + [b1; b2; …]) as one product; see `LinearKind`."""
+    """act(x @ [W1; W2; …].T + [b1; b2; …]) as one product; see `LinearKind`.
+
+    `input_activation` activates x, in the pass that rounds its rows.
+    """
     biased = with_bias and modules[0].bias is not None
 
     def joined() -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,7 +111,7 @@ def fp8_product(
     else:
         sources = tuple(t for m in modules for t in (m.weight, m.scale, m.bias) if t is not None)
         operands = prepared.derived(owner, ("fp8", biased), sources, joined)
-    return linear_fp8(x, *operands, activation, gated)
+    return linear_fp8(x, *operands, activation, gated, input_activation)
 
 
 def fp8_joins(x: Tensor, modules: list[Float8Linear]) -> bool:

@@ -1,4 +1,4 @@
-"""Quantised models for inference on a CPU: `model.quantize("int8")`, `accelerate(model, dtype="int8")`.
+"""Quantised models for inference: `model.quantize("int8")`, and on a CPU `accelerate(model, dtype="int8")`.
 
 A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
 is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
@@ -165,15 +165,7 @@ def int8_product(
         modules: all with a bias, or all without one.
         activation, gated: as in `linear_int8`; a gate of one module alone.
         with_bias: False leaves the biases out.
-
-    Raises:
-        RuntimeError: off the CPU.
     """
-    if x.device.type != "cpu":
-        raise RuntimeError(
-            f"int8 layers are for inference on a CPU, and their input is on {x.device}: call model.cpu(), or "
-            "use a bfloat16 or float16 model there"
-        )
     if torch.compiler.is_compiling():
         biased = with_bias and modules[0].bias is not None
         return linear_int8(x, *_joined(modules, biased), activation, None, gated, modules[0].smooth)

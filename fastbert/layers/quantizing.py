@@ -62,13 +62,13 @@ def quantize(
     smooth: float | None = None,
     calibrate: Calibration | None = None,
 ) -> Any:
-    """Quantise the encoder layers' linear layers, the table of words or both in place, for a CPU.
+    """Quantise the encoder layers' linear layers, the table of words or both in place, for inference.
 
     The model is put in eval mode, and its remaining parameters are frozen: gradients of a part of the model
     would look like gradients of the whole. A part that is quantised so already is not changed.
 
     Args:
-        model: a model of this package on the CPU, with plain linear layers.
+        model: a model of this package with plain linear layers. It may move to another device afterwards.
         weights: "int8"; "int4", which files store in 4 bits and which runs as int8; or None.
         embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
         smooth: from 0 to 1, how much of the range of inputs moves into the weights (SmoothQuant's alpha, 0.5
@@ -80,18 +80,17 @@ def quantize(
         `model`.
 
     Raises:
-        ValueError: an unknown value, or None for both; a model that is not on the CPU; a weight that is not
-            finite; a part with other bits already; `smooth` outside 0 to 1, without weights, or only one of
-            `smooth` and `calibrate`.
+        ValueError: an unknown value, or None for both; a model without values (on the meta device); a weight
+            that is not finite; a part with other bits already; `smooth` outside 0 to 1, without weights, or
+            only one of `smooth` and `calibrate`.
         TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked), or the table no plain
             nn.Embedding. The message names it.
 
     A model that is refused is not changed.
     """
     check_kinds(weights, embeddings)
-    if model.device.type != "cpu":
-        hint = "load its weights first" if model.device.type == "meta" else "call model.cpu() first"
-        raise ValueError(f"model: on {model.device}; int8 is for inference on a CPU: {hint}")
+    if model.device.type == "meta":
+        raise ValueError("model: on meta, where weights have no values: load its weights first")
     _replace(model, weights, embeddings, factors_of(model, weights, smooth, calibrate))
     return model
 

@@ -130,16 +130,17 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         smooth: float | None = None,
         calibrate: Calibration | None = None,
     ) -> Self:
-        """Quantise the encoder layers' linear layers, the table of words or both in place, for inference on a
-        CPU; returns the model.
+        """Quantise the encoder layers' linear layers, the table of words or both in place, for inference;
+        returns the model.
 
         One range per token and one scale per output channel, without calibration by default. The model is put
         in eval mode and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
         `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
 
         Args:
-            weights: "int8"; "int4", which files store in 4 bits and which runs as int8; "fp8", for a bfloat16
-                model on a GPU of compute capability 9.0, without further arguments; or None.
+            weights: "int8", for speed on a CPU and for memory on a GPU; "int4", which files store in 4 bits
+                and which runs as int8; "fp8", for a bfloat16 model on a GPU of compute capability 9.0,
+                without further arguments; or None.
             embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
             smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
                 cost accuracy; see `fastbert.layers.quantizing.quantize`.

@@ -197,11 +197,6 @@ class Loadable(nn.Module):
         else:
             config = as_config(config)
         int8 = quantizing.in_config(config)
-        if int8 and place.type != "cpu":
-            raise ValueError(
-                f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
-                "pass device='cpu', or load the floating-point checkpoint"
-            )
         if float8.in_config(config):
             float8.check_place("device", place)
         check_there(place, "device" if device_map is None else "device_map")

@@ -203,10 +203,10 @@ def activate_eager(z: Tensor, activation: str | None, gated: str | None = None) 
     return z if activation is None else ACTIVATIONS[activation].eager(z)
 
 
-def check_activation(activation: str | None) -> None:
-    """Raise ValueError unless `activation` is None or a name of `ACTIVATIONS`."""
+def check_activation(activation: str | None, name: str = "activation") -> None:
+    """Raise ValueError, which names the argument `name`, unless it is None or a name of `ACTIVATIONS`."""
     if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(f"{name}: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def activated_columns(columns: int, activation: str | None, gated: str | None, weight: str = "weight") -> int:

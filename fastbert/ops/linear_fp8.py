@@ -1,9 +1,10 @@
 r"""Linear layer on 8-bit floats (E4M3): x is rounded in the call, the weight beforehand. Inference only.
 
-Per row of x, in float32 whatever x's dtype:
+Per row of x, in float32 whatever x's dtype, each operation rounded once:
 
+    x_i = act(x_i), rounded to x's dtype              if `input_activation` is given
     step = max_i |x_i| / 448,  or 1 where that is below 2**-126
-    q_i = e4m3(x_i / step)                            3 bits of mantissa, halves to even, at most 448
+    q_i = e4m3(x_i (1 / step))                        3 bits of mantissa, halves to even, at most 448
 
 With weight (out, in) in E4M3 and scale (out,):
 
@@ -11,6 +12,9 @@ With weight (out, in) in E4M3 and scale (out,):
 
 in float32 (float64 for float64 x), rounded once; a backend for bfloat16 may round before the activation
 too, as PyTorch does. A row with NaN or infinity in it makes a row of NaN. There is no backward.
+
+`input_activation` is for the second product of a feed-forward block: the pass that rounds rows activates them
+too, where an activation behind the first product would be a pass of its own.
 
 E4M3 rounds each number by at most 1/16 of itself, down to 2**-14 of the row's largest. 8-bit integers have
 one absolute step, so outliers cost more.
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.ops.activation import activate_ref, activated_columns, check_activation
 from fastbert.runtime import dispatch
 
 FP8 = torch.float8_e4m3fn
@@ -36,9 +40,9 @@ SMALLEST_STEP = 2.0**-126
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(q E4M3 (rows, columns), step float32 (rows, 1)) of 2-D `x`; also what rounds a weight by channel."""
     wide = x.float()
-    step = wide.abs().amax(1, keepdim=True) / wide.new_tensor(MOST)
-    step = torch.where(step < SMALLEST_STEP, 1.0, step)
-    return (wide / step).clamp(-MOST, MOST).to(FP8), step
+    step = wide.abs().amax(1, keepdim=True) / wide.new_full((), MOST)
+    step = step.masked_fill(step < SMALLEST_STEP, 1.0)
+    return (wide * (1.0 / step)).clamp(-MOST, MOST).to(FP8), step
 
 
 def linear_fp8_ref(
@@ -48,10 +52,11 @@ def linear_fp8_ref(
     bias: Tensor | None = None,
     activation: str | None = None,
     gated: str | None = None,
+    input_activation: str | None = None,
 ) -> Tensor:
     """Plain PyTorch on 2-D `x`, sums in float64."""
     compute = checks.compute_dtype(x)
-    q, step = rounded_rows(x)
+    q, step = rounded_rows(activate_ref(x.to(compute), input_activation).to(x.dtype))
     acc = q.double() @ weight.double().T
     pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
     if bias is not None:
@@ -70,19 +75,21 @@ def linear_fp8_fwd(
     bias: Tensor | None,
     activation: str | None,
     gated: str | None,
+    input_activation: str | None = None,
 ) -> Tensor:
     """y for 2-D `x`."""
     _, depth = checks.matrix("x", x)
     out = weight.shape[0] if weight.dim() else 0
     activated_columns(out, activation, gated)
+    check_activation(input_activation, "input_activation")
     checks.operand("weight", weight, (out, depth), (FP8,), x)
     checks.operand("scale", scale, (out,), (torch.float32,), x)
     checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
-    return dispatch.call("linear_fp8_fwd", x, x, weight, scale, bias, activation, gated)
+    return dispatch.call("linear_fp8_fwd", x, x, weight, scale, bias, activation, gated, input_activation)
 
 
 @linear_fp8_fwd.register_fake
-def _(x, weight, scale, bias, activation, gated):
+def _(x, weight, scale, bias, activation, gated, input_activation=None):
     return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
 
 
@@ -96,6 +103,7 @@ def linear_fp8(
     bias: Tensor | None = None,
     activation: str | None = None,
     gated: str | None = None,
+    input_activation: str | None = None,
 ) -> Tensor:
     """act(x @ (weight * scale).T + bias) with each row of x rounded to 8-bit floats.
 
@@ -106,6 +114,7 @@ def linear_fp8(
         bias: (out,) of `x`'s dtype or float32, or None.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
         gated: "first", "second" or None, as in `linear`.
+        input_activation: an activation of x, before its rows are rounded, or None.
 
     Returns:
         y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows.
@@ -134,6 +143,7 @@ def linear_fp8(
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
     columns = activated_columns(weight.shape[0], activation, gated)
+    check_activation(input_activation, "input_activation")
     if torch.is_grad_enabled():
         for name, tensor in (("x", x), ("weight", weight), ("scale", scale), ("bias", bias)):
             if tensor is not None and tensor.requires_grad:
@@ -144,7 +154,7 @@ def linear_fp8(
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, gated)
+    args = checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, gated, input_activation
     if torch.compiler.is_compiling():
         y = linear_fp8_fwd(*args)
     else:

@@ -53,8 +53,8 @@ def quantize_rows(x: Tensor, smooth: Tensor | None = None) -> tuple[Tensor, Tens
     x = x.float() if smooth is None else x.float() * smooth
     lo, hi = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
     width = hi - lo
-    step = width / width.new_tensor(255.0)  # by a Python number, a GPU would multiply by its reciprocal
-    step = torch.where(step < SMALLEST_STEP, 1.0, step)
+    step = width / width.new_full((), 255.0)  # by a Python number, a GPU would multiply by its reciprocal
+    step = step.masked_fill(step < SMALLEST_STEP, 1.0)
     bad = ~torch.isfinite(step)
     inv = 1.0 / step.masked_fill(bad, 1.0)
     zero = torch.round(-lo * inv).masked_fill(bad, 0.0)

@@ -57,7 +57,7 @@ class Embedder(TextModel):
         smooth: float | None = None,
         calibrate: Sequence[str] | None = None,
     ) -> Self:
-        """Quantise the model in place, for inference on a CPU; returns the encoder.
+        """Quantise the model in place, for inference; returns the encoder.
 
         Do not call it while other threads encode.
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter made fit for checks: bfloat16 as the GPU computes it.
+"""Triton's interpreter made fit for checks: bfloat16 and E4M3 as the GPU computes them.
 
 `choose()` decides, before anything imports Triton, whether this process interprets (no GPU) or compiles.
 Not modelled: memory order within a program, float atomics' order, TF32.
@@ -34,6 +34,7 @@ def choose() -> bool:
 @cache
 def _patch() -> None:
     patch_bfloat16()
+    patch_e4m3()
     launch_in_turns()
     patch_language_once()
     remember_types()
@@ -135,6 +136,25 @@ def patch_bfloat16() -> None:
         setattr(InterpreterBuilder, name, rounded_once(getattr(InterpreterBuilder, name)))
     for cls in (ReduceOps, ScanOps):
         cls.apply_impl = widened_apply(cls.apply_impl)
+
+
+def patch_e4m3() -> None:
+    """Round float32 to E4M3 as a GPU does: to the nearest, ties to even, at most 448.
+
+    By itself the interpreter takes ties up, and loses a carry out of the mantissa.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+            return original(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(np.clip(src.data, -448.0, 448.0)).to(torch.float8_e4m3fn)
+        return TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
 def launch_in_turns() -> None:

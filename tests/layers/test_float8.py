@@ -130,3 +130,22 @@ def test_files(on_any_device, tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"^device: on cpu; fp8 needs a GPU"):
         auto.from_pretrained(tmp_path)
+
+
+def test_rows_of_the_second_product_are_activated_as_they_are_rounded(on_any_device, monkeypatch):
+    """Unless something looks at the first product's layer: then as after any linear layer."""
+    model, seen = half().quantize("fp8"), []
+
+    def noted(x, weight, scale, bias, activation, gated, input_activation):
+        seen.append((activation, input_activation))
+        return linear_fp8(x, weight, scale, bias, activation, gated, input_activation)
+
+    expected = hidden(model)
+    monkeypatch.setattr(float8, "linear_fp8", noted)
+    assert torch.equal(hidden(model), expected)
+    layers = len(model.layer_list())
+    assert [pair for pair in seen if any(pair)] == [(None, "gelu")] * layers
+    seen.clear()
+    hook(model.layer_list()[1].intermediate.dense)
+    hidden(model)
+    assert seen.count((None, "gelu")) == layers - 1

@@ -94,10 +94,10 @@ def test_other_bits_than_there_are_already(bert):
     assert kinds_of(bert.quantize()) == ("int8", "int4")
 
 
-def test_models_elsewhere_are_refused():
+def test_models_without_values_are_refused():
     with torch.device("meta"):
         model = fastbert.AutoModel.from_config(EncoderConfig("bert", hidden_size=24, num_attention_heads=2))
-    words = r"^model: on meta; int8 is for inference on a CPU: load its weights"
+    words = r"^model: on meta, where weights have no values: load its weights"
     with pytest.raises(ValueError, match=words):
         model.quantize()
     assert not is_quantized(model)

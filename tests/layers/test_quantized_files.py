@@ -189,13 +189,6 @@ def test_a_float_model_of_a_quantised_config_is_saved_as_what_it_is(bert, tmp_pa
     assert torch.equal(hidden(fastbert.AutoModel.from_pretrained(tmp_path / "fresh")), hidden(fresh.eval()))
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("meta")], ids=str)
-def test_loading_elsewhere_than_on_a_cpu_is_refused(bert, tmp_path, device):
-    saved(tmp_path, bert.quantize())
-    with pytest.raises(ValueError, match=r"^device: .*quantised to 8 bits, which is for a CPU"):
-        fastbert.AutoModel.from_pretrained(tmp_path, device=device)
-
-
 def test_transformers_refuses_the_directory(bert, tmp_path):
     """transformers must not read the integers as weights."""
     import transformers

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastbert.backends.aten import linear_fp8 as aten
+from fastbert.ops.activation import activate_ref
 from fastbert.ops.linear_fp8 import FP8, linear_fp8, linear_fp8_ref, rounded_rows
 from fastbert.runtime import dispatch
 
@@ -43,6 +44,18 @@ def test_rounding_is_to_the_nearest_and_halves_to_the_even():
     nearest &= even | (nearest.sum(1, keepdim=True) == 1)
     expected = values[nearest.int().argmax(1)]
     assert torch.equal(q.double(), torch.stack([expected, -expected]))
+
+
+def test_the_input_is_activated_and_rounded_to_its_dtype_first():
+    x, weight, scale, bias = operands()
+    for name in ("gelu", "relu"):
+        active = activate_ref(x.float(), name).bfloat16()
+        for backend in ("reference", "aten"):
+            with dispatch.use_backend(backend):
+                y = linear_fp8(x, weight, scale, bias, input_activation=name)
+                assert torch.equal(y, linear_fp8(active, weight, scale, bias)) or backend == "aten"
+                torch.testing.assert_close(y, linear_fp8(active, weight, scale, bias), rtol=0.05, atol=0.05)
+                assert not torch.equal(y, linear_fp8(x, weight, scale, bias))
 
 
 def test_a_row_has_its_own_step():
@@ -133,9 +146,13 @@ def test_compiled_and_under_autocast():
     # Its other checks multiply float8, which a CPU does not
     which = "test_faketensor"
     op = torch.ops.fastbert.linear_fp8_fwd
-    torch.library.opcheck(op, (x, weight, scale, bias, "gelu", None), test_utils=which)
-    compiled = torch.compile(lambda x: linear_fp8(x, weight, scale, bias, "gelu"), backend="aot_eager")
-    assert torch.equal(compiled(x), linear_fp8(x, weight, scale, bias, "gelu"))
+    torch.library.opcheck(op, (x, weight, scale, bias, "gelu", None, "relu"), test_utils=which)
+
+    def run(x):
+        return linear_fp8(x, weight, scale, bias, "gelu", input_activation="relu")
+
+    compiled = torch.compile(run, backend="aot_eager")
+    assert torch.equal(compiled(x), run(x))
     with torch.autocast("cpu", torch.bfloat16):
         y = linear_fp8(x, weight, scale, bias)
     assert torch.equal(y, linear_fp8(x.bfloat16(), weight, scale, bias))
@@ -152,6 +169,7 @@ BAD = [
     ({"bias": B[:3]}, ValueError, "bias: expected"),
     ({"bias": B.double()}, TypeError, "bias: expected x's dtype"),
     ({"activation": "mish"}, ValueError, "activation: expected"),
+    ({"input_activation": "mish"}, ValueError, "input_activation: expected"),
     ({"activation": "gelu", "gated": "third"}, ValueError, "gated: expected"),
     ({"x": X.clone().requires_grad_()}, RuntimeError, "x: requires a gradient.*no_grad"),
 ]

@@ -19,7 +19,7 @@ from fastbert.compression.early_exit import EarlyExit
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
 from fastbert.layers import encoder as layer
-from fastbert.layers import packing
+from fastbert.layers import float8, packing
 from fastbert.models.inputs import check_inputs
 from fastbert.ops.first_attention import first_attention, pays
 from fastbert.runtime import dispatch
@@ -212,6 +212,27 @@ def test_a_4d_mask_waits_once_with_ids_on_the_device():
         assert len(seen) == 1
     close(out.last_hidden_state, host(ids, mask).last_hidden_state)
     assert torch.equal(real(out.last_hidden_state), real(out_host.last_hidden_state))
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@torch.no_grad()
+def test_models_of_8_bits_wait_no_more(weights, monkeypatch):
+    """Moved to the device after they were quantised, and in graphs of the device."""
+    monkeypatch.setattr(float8, "gap", lambda device: None)
+    model = copy.deepcopy(pair()[0])
+    host = model.bfloat16().quantize("fp8") if weights == "fp8" else model.quantize(embeddings="int8")
+    device, inputs = fake_gpu.move(copy.deepcopy(host)), batch("bert")
+    with dispatch.use_backend("aten"):
+        expected = host(**inputs).last_hidden_state
+    with waits() as seen:
+        graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
+        device(**inputs)  # whether the device has a product of 8 bits is looked at once
+        for run in (device, graphed, device, graphed):
+            del seen[:]
+            out = run(**inputs).last_hidden_state
+            assert seen == []
+            close(out, expected)
+    assert graphed.last_fallback is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

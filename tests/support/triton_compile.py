@@ -249,6 +249,15 @@ def call_linear_norm(config, dtype, rows: int, in_features: int, out_features: i
     of_kernels("linear_norm").linear_norm_fwd_with(config, inputs)
 
 
+def call_linear_int8(kernels, arch: int, dtype, rows: int, size: tuple[int, int], gated, activation) -> None:
+    t, (depth, out) = empty(FP32), size
+    given = t(rows, depth, dtype=dtype), t(out, depth, dtype=torch.int8), t(out), t(out, dtype=dtype)
+    device = kernels.tuning.Device("", divmod(arch, 10), 100)
+    with mock.patch.object(kernels.tuning, "device_of", return_value=device):
+        panels = t(4 * out, dtype=torch.uint8)
+        kernels.linear_int8_fwd(*given, activation, panels, gated, t(depth))
+
+
 def call_embedding(kernels, dtype, hidden: int, everything: bool) -> None:
     """Launch the embedding and its backward: with all tables and dropout, or with neither."""
     t = empty(dtype)
@@ -612,6 +621,30 @@ def linear_norm_jobs(kernels, full: bool) -> Jobs:
                 yield title(dtype, by(*size), by(*config[:4]), kind), arch, call
 
 
+def linear_int8_jobs(kernels, full: bool) -> Jobs:
+    """BERT-base's products of one, some and many rows, gated and not; by default the first one in bfloat16.
+
+    `full`: every dtype and activation, and a depth that is no multiple of a tile's.
+    """
+    sizes, kinds = ((768, 3072), (771, 130)), (None, "first")
+    names = ("gelu", *(name for name in ACTIVATIONS if name != "gelu"))
+    for arch, dtype, rows in product(SHARED_LIMIT, (BF16, FP16, FP32), (1, 256, TOKENS)):
+        for size, gated, name in product(sizes, kinds, names):
+            usual = dtype == BF16 and size == sizes[0] and name == "gelu"
+            if usual or (full and (name == "gelu" or (rows == TOKENS and dtype == BF16))):
+                call = partial(call_linear_int8, kernels, arch, dtype, rows, size, gated, name)
+                yield title(dtype, rows, by(*size), gated or "plain", name), arch, call
+
+
+def linear_fp8_jobs(kernels, full: bool) -> Jobs:
+    """Rows of BERT-base, activated and not; `full`: every dtype, width and activation."""
+    widths = (768, 3072, 17, 8192)
+    for arch, dtype, width, name in product((90, 100, 120), (BF16, FP16, FP32), widths, (None, *ACTIVATIONS)):
+        if full or (dtype == BF16 and width in widths[:2] and name in (None, "gelu")):
+            x = empty(dtype)(TOKENS, width)
+            yield title(dtype, width, name or "plain"), arch, partial(kernels.rounded_rows, x, name)
+
+
 def packing_jobs(kernels, full: bool) -> Jobs:
     """By default 768 columns of two bytes; `full`: every size of element, one block of columns and more."""
     for arch, dtype, inner in product(SHARED_LIMIT, (BF16, torch.bool, FP32, I64), (1, 17, 768, 5000)):
@@ -657,7 +690,8 @@ JOBS = {
         attention_relative_jobs,
         *(cross_entropy_jobs, embedding_jobs),
         *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
-        *(linear_gated_jobs, linear_norm_jobs, packing_jobs, pooling_jobs, rotary_jobs),
+        *(linear_fp8_jobs, linear_gated_jobs, linear_int8_jobs, linear_norm_jobs),
+        *(packing_jobs, pooling_jobs, rotary_jobs),
     )
 }
 

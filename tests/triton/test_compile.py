@@ -16,8 +16,8 @@ def compiled(op: str, *options: str) -> list[dict]:
     return rows_of("tests/support/triton_compile.py", op, *options)
 
 
-def assert_fit(rows: list[dict]) -> None:
-    assert {r["arch"] for r in rows} == {80, 90, 100, 120}
+def assert_fit(rows: list[dict], archs: frozenset[int] = frozenset((80, 90, 100, 120))) -> None:
+    assert {r["arch"] for r in rows} == archs
     assert [r for r in rows if spills(r)] == []
     assert [r for r in rows if r["dynamic_shared"] > r["shared_limit"]] == []
     assert [r for r in rows if r["hazards"]] == []
@@ -79,6 +79,14 @@ def product_of_first_tokens(row: dict) -> None:
     assert row["arch"] != 120 or int(row["job"].split("-")[1].split("x")[0]) <= 768, row
 
 
+def product_of_integers(row: dict) -> None:
+    """Tensor cores: a generation's own for 64 rows or more, `mma.sync` for fewer."""
+    if row["kernel"] == "_linear_int8_kernel":
+        tall = int(row["job"].split("-")[1]) > 32
+        unit = {90: "wgmma", 100: "tcgen05"}.get(row["arch"], "mma") if tall else "mma"
+        assert row[unit] > 0, row
+
+
 def products_of_attention(row: dict) -> None:
     """Half precision uses each generation's own matrix product, except in tiles of less than its 64 rows."""
     assert_unit(row, int(row["job"].split("-")[2].split("x")[0]) >= 64)
@@ -130,7 +138,9 @@ GATES = {
     "layer_norm": None,
     "linear": product_of_tma,
     "linear_backward": None,
+    "linear_fp8": None,
     "linear_gated": gated_product,
+    "linear_int8": product_of_integers,
     "linear_norm": product_of_few_rows,
     "packing": None,
     "pooling": None,
@@ -144,7 +154,8 @@ FULL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.m
 @pytest.mark.parametrize("op", GATES)
 def test_launches_fit(op, full):
     rows = compiled(op, *["--full"] * full)
-    assert_fit(rows)
+    # The cast to 8-bit floats needs 8.9
+    assert_fit(rows, *[frozenset((90, 100, 120))] * (op == "linear_fp8"))
     module = importlib.import_module(f"fastbert.kernels.{op}")
     assert {r["kernel"] for r in rows} == {name for name in vars(module) if name.endswith("_kernel")}
     for row in rows if GATES[op] else ():

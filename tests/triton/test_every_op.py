@@ -36,7 +36,9 @@ from tests.triton import (
     test_layer_norm,
     test_linear,
     test_linear_backward,
+    test_linear_fp8,
     test_linear_gated,
+    test_linear_int8,
     test_linear_norm,
     test_packing,
     test_pooling,
@@ -159,6 +161,12 @@ LAUNCHERS = {
         lambda dy, pre, **_: test_linear_backward.passed(dy, pre, "gelu"),
         ("dy", "pre"),
     ),
+    "linear_fp8": (
+        test_linear_fp8.kernels,
+        lambda: {"x": test_linear_fp8.rows_of(5, 72)},
+        lambda x: [t.float() for t in test_linear_fp8.kernels.rounded_rows(x, "gelu")],
+        ("x",),
+    ),
     "linear_gated": (
         test_linear_gated.kernels,
         lambda: test_linear_gated.arguments(35, 40, 72, BF16),
@@ -170,6 +178,12 @@ LAUNCHERS = {
         lambda: test_linear_gated.backward_arguments(5, 72),
         lambda **args: test_linear_gated.kernels.gate_bwd(*args.values()),
         ("dy", "pre"),
+    ),
+    "linear_int8": (
+        test_linear_int8.kernels,
+        lambda: test_linear_int8.arguments(35, 72, 40),
+        lambda **args: [test_linear_int8.kernels.linear_int8_fwd(**args)],
+        ("x",),
     ),
     "linear_norm": (
         test_linear_norm.kernels,
@@ -208,6 +222,8 @@ LIMITS = {
     "embedding_backward": ("BWD_ONE_BLOCK", "WIDE_BLOCK"),
     "layer_norm": ("FWD_ONE_BLOCK", "WIDE_BLOCK"),
     "layer_norm_backward": ("BWD_ONE_BLOCK", "WIDE_BLOCK"),
+    "linear_fp8": ("ONE_BLOCK",),
+    "linear_int8": ("ONE_BLOCK",),
 }
 LAYOUTS = [(op, gap, ()) for op in LAUNCHERS for gap in (8, 9)] + [(op, 9, LIMITS[op]) for op in LIMITS]
 LAYOUT_IDS = [f"{op}-{gap}{'-column_blocks' if limits else ''}" for op, gap, limits in LAYOUTS]
@@ -303,6 +319,8 @@ GRIDS = {
         layer_norm_bwd(k, x, x, v, rows, rows, 0.0, None, 0, True, False, False, False),
     ),
     "linear_backward": lambda k, _, rows, x: k._activation_bwd(x, x, "gelu", True, False),
+    "linear_fp8": lambda k, _, rows, x: k.rounded_rows(x),
+    "linear_int8": lambda k, v, rows, x: k.linear_int8_fwd(x, x[:16], v, None, None, v.repeat(4)),
     "packing": lambda k, _, rows, x: (k.packing_fwd(x, rows.long()), k.packing_bwd(x, rows.long(), 2**25)),
     "pooling": lambda k, _, rows, x: (k.pooling_fwd(x, rows, "mean"), k.pooling_bwd(x, x, x, rows, "mean")),
     "rotary": lambda k, v, rows, x: k.rotary_fwd(x.unflatten(1, (4, 4)), x[:, :2], x[:, :2], rows, False),

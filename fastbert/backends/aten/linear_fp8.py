@@ -24,17 +24,24 @@ def linear_fp8_fwd(
     bias: Tensor | None,
     activation: str | None,
     gated: str | None = None,
+    input_activation: str | None = None,
 ) -> Tensor:
+    if not multiplies(x, weight):
+        return linear_fp8_ref(x, weight, scale, bias, activation, gated, input_activation)
+    q, step = rounded_rows(activate_eager(x, input_activation))
+    return activate_eager(product(q, step, weight, scale, bias), activation, gated)
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` takes these sizes, dtypes and device."""
     out, depth = weight.shape
     fits = x.dtype == torch.bfloat16 and depth % _STEP == 0 and out % _STEP == 0 and len(x) > 0
-    if not fits or not _scales_rows(x.device):
-        return linear_fp8_ref(x, weight, scale, bias, activation, gated)
-    pre = _product(*rounded_rows(x), weight, scale, None if bias is None else bias.to(x.dtype))
-    return activate_eager(pre, activation, gated)
+    return fits and _scales_rows(x.device)
 
 
-def _product(q: Tensor, step: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """(rows, out) bfloat16, sums in full float32."""
+def product(q: Tensor, step: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """(rows, out) bfloat16 of rounded rows, sums in full float32."""
+    bias = None if bias is None else bias.bfloat16()
     how = {"scale_a": step, "scale_b": scale[None], "bias": bias, "use_fast_accum": False}
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         q, weight.t(), out_dtype=torch.bfloat16, **how
@@ -60,7 +67,7 @@ def _scales_rows(device: torch.device) -> bool:
     truth = linear_fp8_ref(x, w, scale.flatten(), bias.bfloat16()).double()
     try:
         given = [t.to(device) for t in (q, step, w, scale.flatten(), bias.bfloat16())]
-        found = _product(*given).double().cpu()
+        found = product(*given).double().cpu()
     except RuntimeError:  # not implemented for this device
         return False
     return bool(((found - truth).abs() <= 2**-7 * (truth.abs() + 0.1)).all())

@@ -46,7 +46,7 @@ def linear_int8_fwd(
     lo.clamp_(max=0)
     hi.clamp_(min=0)
     width = hi - lo
-    step = width / width.new_tensor(255.0)  # by a Python number, a GPU would multiply by its reciprocal
+    step = width / width.new_full((), 255.0)  # by a Python number, a GPU would multiply by its reciprocal
     step.masked_fill_(step < SMALLEST_STEP, 1.0)
     inv = 1.0 / step
     zero = (lo * inv).neg_().round_()

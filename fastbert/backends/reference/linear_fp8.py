@@ -17,5 +17,6 @@ def linear_fp8_fwd(
     bias: Tensor | None,
     activation: str | None,
     gated: str | None = None,
+    input_activation: str | None = None,
 ) -> Tensor:
-    return linear_fp8_ref(x, weight, scale, bias, activation, gated)
+    return linear_fp8_ref(x, weight, scale, bias, activation, gated, input_activation)

@@ -11,6 +11,7 @@ from fastbert.backends.triton import (
     first_attention,
     forwarders,
     linear_cross_entropy,
+    linear_fp8,
     linear_norm,
 )
 from fastbert.backends.triton.attention import (
@@ -33,6 +34,8 @@ from fastbert.backends.triton.forwarders import (
     layer_norm_fwd,
     linear_bwd,
     linear_fwd,
+    linear_int8_fwd,
+    linear_int8_panels,
     packing_bwd,
     packing_fwd,
     pooling_bwd,
@@ -44,6 +47,7 @@ from fastbert.backends.triton.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.triton.linear_fp8 import linear_fp8_fwd
 from fastbert.backends.triton.linear_norm import joins_norm, linear_norm_fwd
 
 DTYPES = {
@@ -53,6 +57,7 @@ DTYPES = {
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_fp8": linear_fp8.DTYPES,
     "linear_norm": linear_norm.DTYPES,
 }
 
@@ -78,7 +83,10 @@ __all__ = [
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
+    "linear_fp8_fwd",
     "linear_fwd",
+    "linear_int8_fwd",
+    "linear_int8_panels",
     "linear_norm_fwd",
     "packing_bwd",
     "packing_fwd",

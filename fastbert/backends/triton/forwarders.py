@@ -18,6 +18,7 @@ DTYPES = {
     "embedding": STORED,
     "layer_norm": STORED,
     "linear": STORED,
+    "linear_int8": STORED,
     # nothing is computed
     "packing": packing.DTYPES,
     "pooling": STORED,
@@ -102,6 +103,24 @@ def linear_bwd(
     if gated is not None:
         return kernels("linear_gated").linear_bwd(*args, gated)
     return kernels("linear_backward").linear_bwd(*args)
+
+
+def linear_int8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    panels: Tensor | None = None,
+    gated: str | None = None,
+    smooth: Tensor | None = None,
+) -> Tensor:
+    forward = kernels("linear_int8").linear_int8_fwd
+    return forward(x, weight, scale, bias, activation, panels, gated, smooth)
+
+
+def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
+    return kernels("linear_int8").channel_sums(weight)
 
 
 def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ class LinearFp8Case(linear.ProductCase):
     activation: str | None = None
     bias: bool = True
     gated: str | None = None
+    input_activation: str | None = None
 
     op = "linear_fp8"
-    marks = "activation={} gated={} bias=no_bias"
-    options = ("activation", "gated")
+    marks = "activation={} gated={} bias=no_bias input_activation=after_{}"
+    options = ("activation", "gated", "input_activation")
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         _, randn = draws(seed, dtype, device)
@@ -38,7 +39,7 @@ class LinearFp8Case(linear.ProductCase):
         }
 
     def eager(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Outputs:
-        q, step = rounded_rows(x)
+        q, step = rounded_rows(activate_eager(x, self.input_activation))
         acc = q.double() @ weight.double().T
         y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
         return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
@@ -54,7 +55,7 @@ class LinearFp8Case(linear.ProductCase):
         return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
 
 
-SMALL = [LinearFp8Case(5, 32, 48, "gelu"), LinearFp8Case(3, 17, 9, bias=False)]
+SMALL = [LinearFp8Case(3, 17, 9, bias=False), LinearFp8Case(5, 32, 48, "gelu")]
 CASES = [
     *SMALL,
     LinearFp8Case(1, 1, 1),
@@ -63,6 +64,7 @@ CASES = [
     LinearFp8Case(48, 768, 768),  # BERT-base's projections
     LinearFp8Case(33, 96, 192, "gelu", gated="first"),
     LinearFp8Case(20, 48, 160, "silu", bias=False, gated="second"),
+    LinearFp8Case(33, 192, 96, bias=False, input_activation="gelu"),
 ]
 
 

@@ -399,7 +399,7 @@ PUBLIC = {
     "linear_fp8": Public(
         linear_fp8,
         lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5).to(FP8), "scale": torch.ones(3)},
-        [],
+        [({"input_activation": "mish"}, "input_activation")],
     ),
     "linear_int8": Public(
         linear_int8,
