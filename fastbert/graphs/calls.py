@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.graphs.weights import HOOKED
+from fastbert.layers import disentangled
 from fastbert.layers.modules import is_hooked
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.runtime import dispatch
@@ -68,8 +69,8 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
 
 def unknown(config: EncoderConfig) -> str | None:
     """Why graphs do not have a model's layers; None if they may."""
-    if config.get("conv_kernel_size"):
-        return "a convolution follows its first layer, which graphs do not know"
+    if disentangled.unpacks(config):
+        return "a convolution of more than three tokens, or with groups, follows its first layer"
     if config.get("token_schedule"):
         return "tokens leave between its layers (config token_schedule), which graphs do not know"
     return config.family.unknown_to_graphs

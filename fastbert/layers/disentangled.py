@@ -10,6 +10,8 @@ Some models add a convolution of the layer's input to the output y of the first 
 
     y' = LayerNorm(y + act(dropout(conv(x))))
 
+A convolution of three tokens is a product of each packed token and its neighbours; others unpack the batch.
+
 Source: He et al. 2020, "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", sec. 3.1, eq. 4.
 """
 
@@ -19,7 +21,7 @@ import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
 from fastbert.layers.linear import apply_linear, apply_norm, dropped, kind_of
 from fastbert.layers.modules import calls_all, part, plain_dropout, watched
-from fastbert.layers.packing import Packing
+from fastbert.layers.packing import Packing, follows, with_neighbours
 from fastbert.layers.parts import SelfAttention
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
@@ -273,6 +275,11 @@ def _columns(relative: Relative, reach: int, device: torch.device) -> tuple[Tens
 _kept_columns = functools.cache(_columns)
 
 
+def unpacks(config: Any) -> bool:
+    """Whether the convolution beside the first layer, if a config has one, reads the padded batch."""
+    return config.get("conv_kernel_size", 0) not in (0, 3) or config.get("conv_groups", 1) != 1
+
+
 class Convolution(nn.Module):
     """The convolution beside the first layer.
 
@@ -287,6 +294,7 @@ class Convolution(nn.Module):
         self.LayerNorm = config.norm(width)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.act = SPELLINGS[config.conv_act]
+        self.unpacks = unpacks(config)
 
     def dropout_rate(self) -> float:
         """The probability of the dropout module now; 0 if another module, which is called, replaces it."""
@@ -302,14 +310,36 @@ class Convolution(nn.Module):
             seed: of the dropout; its call site is `INNER_SITE`.
             y: (rows, hidden), the output of the first layer.
         """
-        grid, kept = packed.grid(x)
         if calls_all() or any(map(watched, self.modules())) or not plain_dropout(self.dropout):
+            grid, kept = packed.grid(x)
             mask = torch.ones(grid.shape[:2], device=x.device) if kept is None else kept
             return packed.from_grid(self(grid, packed.grid(y)[0], mask))
-        found, rate = packed.from_grid(self._convolved(grid)), self.dropout_rate()
+        rate = self.dropout_rate()
+        if self.unpacks or type(self.conv) is not nn.Conv1d:
+            found = packed.from_grid(self._convolved(packed.grid(x)[0]))
+        else:
+            found = self._product(with_neighbours(x, follows(packed, None, x)))
         if rate:
             found = dropped(found, rate, seed, INNER_SITE)
         return apply_norm(self.LayerNorm, y + activate_eager(found, self.act))
+
+    def _product(self, near: Tensor) -> Tensor:
+        """The convolution of (rows, 3 · hidden), tokens and neighbours as `with_neighbours` has them."""
+        weight, bias = self.conv.weight, cast(Tensor, self.conv.bias)
+
+        def joined() -> Tensor:
+            return weight.flip(2).transpose(1, 2).flatten(1)
+
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return linear(near, joined(), bias)
+
+        def build() -> nn.Linear:
+            dense = nn.Linear(weight.shape[1], weight.shape[0], device="meta").eval()
+            dense.weight = nn.Parameter(joined(), requires_grad=False)
+            dense.bias = nn.Parameter(bias, requires_grad=False)
+            return dense
+
+        return apply_linear(prepared.derived(self, "product", (weight, bias), build), near)
 
     def _convolved(self, grid: Tensor) -> Tensor:
         return self.conv(grid.transpose(1, 2)).transpose(1, 2)

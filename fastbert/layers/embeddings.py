@@ -8,13 +8,12 @@ from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastbert.layers.bottleneck import norm_of
 from fastbert.layers.factored import FactoredTable
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
-from fastbert.layers.packing import Packing
+from fastbert.layers.packing import Packing, follows, with_neighbours
 from fastbert.layers.parts import HOOKS
 from fastbert.layers.quantized_table import QuantizedEmbedding
 from fastbert.ops import checks
@@ -395,7 +394,7 @@ class TrigramEmbeddings(Embeddings):
                 "states exceed"
             )
         if self.trigram_input:
-            x = with_neighbours(x, _follows(packing, kept, x))
+            x = with_neighbours(x, follows(packing, kept, x))
         if self.transforms:
             dense: Any = self.embedding_transformation
             x = dense(x) if packing is None else apply_linear(dense, x)
@@ -406,40 +405,6 @@ class TrigramEmbeddings(Embeddings):
         x = x + self.position_embeddings(position_ids) + self.token_type_embeddings(token_type_ids)
         x = self.LayerNorm(x)
         return self.dropout(x) if packing is None else _dropped(x, self.dropout_rate(), seed)
-
-
-def _follows(packing: Packing | None, kept: Tensor | None, x: Tensor) -> Tensor:
-    """Whether the neighbour before each token counts, (…, tokens) bool; see `TrigramEmbeddings.forward`."""
-    if packing is None:
-        if kept is None:
-            kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-        return kept & F.pad(kept, (1, -1))
-    rows = x.shape[0]
-    inside = torch.ones(rows + 1, dtype=torch.bool, device=x.device)
-    inside = inside.index_fill(0, packing.cu_seqlens.long(), False)[:rows]
-    return inside if packing.indices is None else inside & F.pad(packing.indices.diff() == 1, (1, 0))
-
-
-def with_neighbours(x: Tensor, follows: Tensor) -> Tensor:
-    """[next, own, previous] of each token, (…, tokens, 3 · width); zeros for a missing neighbour.
-
-    Args:
-        x: (…, tokens, width), in order.
-        follows: (…, tokens) bool, whether the neighbour before each token counts.
-    """
-    if not x.numel():
-        # Without tokens there is nothing to shift
-        return torch.cat([x, x, x], -1)
-    zero, before = x.new_zeros(()), follows.unsqueeze(-1)
-    after = F.pad(before, (0, 0, -1, 1))
-    return torch.cat(
-        [
-            torch.where(after, F.pad(x, (0, 0, -1, 1)), zero),
-            x,
-            torch.where(before, F.pad(x, (0, 0, 1, -1)), zero),
-        ],
-        -1,
-    )
 
 
 class WordEmbeddings(nn.Embedding):

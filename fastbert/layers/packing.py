@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastbert.ops.packing import pack, unpack
 
@@ -181,7 +182,7 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
     if lengths is not None and not compiling and sum(lengths) == batch * seqlen:
         return dense(batch, seqlen, mask.device)
     counts = mask.sum(1, dtype=torch.int32)
-    cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     if compiling:
         order = torch.argsort(mask.reshape(-1).logical_not().to(torch.uint8), stable=True)
         return Packing(batch, seqlen, cu_seqlens, seqlen, order, mask, capacity=True)
@@ -210,6 +211,46 @@ def positions_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
         torch.arange(lengths.shape[0], device=cu_seqlens.device), lengths, output_size=total
     )
     return sequence, torch.arange(total, device=cu_seqlens.device) - cu_seqlens[:-1].long()[sequence]
+
+
+def follows(packing: Packing | None, kept: Tensor | None, x: Tensor) -> Tensor:
+    """Whether the token before each token is its neighbour in the same text, (…, tokens) bool.
+
+    Args:
+        packing: the places of packed tokens; None for a padded batch.
+        kept: (batch, seqlen) bool, which tokens of a padded batch are not masked; None for all.
+        x: (…, tokens, width).
+    """
+    if packing is None:
+        if kept is None:
+            kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        return kept & F.pad(kept, (1, -1))
+    rows = x.shape[0]
+    inside = torch.ones(rows + 1, dtype=torch.bool, device=x.device)
+    inside = inside.index_fill(0, packing.cu_seqlens.long(), False)[:rows]
+    return inside if packing.indices is None else inside & F.pad(packing.indices.diff() == 1, (1, 0))
+
+
+def with_neighbours(x: Tensor, follows: Tensor) -> Tensor:
+    """[next, own, previous] of each token, (…, tokens, 3 · width); zeros for a missing neighbour.
+
+    Args:
+        x: (…, tokens, width), in order.
+        follows: (…, tokens) bool, whether the neighbour before each token counts.
+    """
+    if not x.numel():
+        # Without tokens there is nothing to shift
+        return torch.cat([x, x, x], -1)
+    zero, before = x.new_zeros(()), follows.unsqueeze(-1)
+    after = F.pad(before, (0, 0, -1, 1))
+    return torch.cat(
+        [
+            torch.where(after, F.pad(x, (0, 0, -1, 1)), zero),
+            x,
+            torch.where(before, F.pad(x, (0, 0, 1, -1)), zero),
+        ],
+        -1,
+    )
 
 
 def runs(mask: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ FORMS = {
     "c2p": {**V3, "pos_att_type": ["c2p"], "norm_rel_ebd": "none"},
     "p2c": {**V3, "pos_att_type": "p2c"},
     "content alone": {**V3, "pos_att_type": None},
-    "convolution": {**V3, "conv_kernel_size": 3, "conv_groups": 2},
+    "convolution": {**V3, "conv_kernel_size": 3},
+    "convolution in groups": {**V3, "conv_kernel_size": 3, "conv_groups": 2},
     "wide convolution": {"conv_kernel_size": 5, "conv_act": "gelu"},
     "narrow embeddings": {"embedding_size": 24, "type_vocab_size": 2, "position_biased_input": True, **V3},
     "few buckets": {"position_buckets": 16, "max_relative_positions": 40},
@@ -152,6 +153,9 @@ def test_a_convolution_between_layers_of_berts_form():
     ids = ragged((9, 9))["input_ids"]
     for _ in range(4):
         close(model(ids)[0], hf(ids)[0], 1e-4)
+    for m in (hf, model):
+        m.encoder.conv.conv.weight.mul_(-1)
+    close(model(ids)[0], hf(ids)[0], 1e-4)
 
 
 @pytest.mark.parametrize("path", ["conv", "conv.conv", "conv.LayerNorm", "conv.dropout"])
