@@ -13,6 +13,7 @@ from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
 from fastbert.layers import encoder
 from fastbert.layers.asked import Asked
+from fastbert.layers.linear import joined_takes_rounded
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -32,8 +33,10 @@ def kept(group: list[tuple[Step, tuple[Any, ...]]]) -> list[tuple[Step, tuple[An
 
 def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
-    for step, _ in group:
+    rounded = None
+    for (step, _), following in zip(group, (*(step for step, _ in group[1:]), None), strict=True):
         form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
+        given, rounded = rounded, None
         if step.called or form is None or parts is None:
             x = finished(call, asked, x, *recomputed(step, call, step.layer, x, batch, asked))
             continue
@@ -46,9 +49,23 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
                 by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
             )
         else:
-            found = recomputed(step, call, encoder.layer, form, parts, x, batch, asked)
+            rounds = [] if following is not None and _takes_rounded(following, x, call) else None
+            more = asked._replace(rounded=given, rounds=rounds)
+            found = recomputed(step, call, encoder.layer, form, parts, x, batch, more)
             x = finished(call, asked, x, *found)
+            rounded = rounds[0] if rounds else None
     return x
+
+
+def _takes_rounded(step: Step, x: Tensor, call: Call) -> bool:
+    """Whether a layer, under autocast, multiplies the output of the layer before once and as it is."""
+    form, parts = step.form, step.parts
+    if form is None or parts is None or step.called or parts.int8 or form.pre_norm or form.bottleneck:
+        return False
+    only = call.first_only and step.number == call.last
+    if only or call.recompute_every or call.kept or call.after_first is not None:
+        return False
+    return joined_takes_rounded((parts.query, parts.key, parts.value), x)
 
 
 def finished(call: Call, asked: Asked, x: Tensor, y: Tensor, more: Tensor | None) -> Tensor:

@@ -26,6 +26,9 @@ class Asked(NamedTuple):
         kept: how many tokens of each sequence the layer keeps after attention; None for all. Then neither
             `probabilities` nor `taps` nor `first_only` may be asked for, and the layer returns the rows of
             the kept tokens in place of probabilities.
+        rounded: the layer's input in the dtype of its first product, from the layer before; None if the
+            product casts it.
+        rounds: takes the output in the dtype of the next layer's first product; None if it is not wanted.
     """
 
     gate: Tensor | None = None
@@ -35,6 +38,8 @@ class Asked(NamedTuple):
     taps: Taps | None = None
     arrivals: list[Tensor] | None = None
     kept: Kept | None = None
+    rounded: Tensor | None = None
+    rounds: list[Tensor] | None = None
 
     @property
     def number(self) -> int:

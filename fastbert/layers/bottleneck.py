@@ -183,7 +183,7 @@ def _sum_norm(
     """norm(residual + dropout(dense(x))); `fuse` says whether our op computes a LayerNorm."""
     if dropout_p == 0.0 and is_no_norm(norm):
         return _norm(norm, dense_sum(dense, x, residual))
-    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset, fuse)[0]
+    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset, fuse)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

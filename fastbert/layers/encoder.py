@@ -45,6 +45,7 @@ from fastbert.layers.linear import (
     feed_forward_norm,
     has_float_weight,
     split,
+    takes_rounded,
 )
 from fastbert.layers.patterns import Rows
 from fastbert.layers.positions import rotate, rotated, window_bias
@@ -96,7 +97,7 @@ def attend(
             return context, elimination.most_received(x.new_zeros(x.shape[0]), batch, asked.kept)
         none = x.new_empty(batch.cu_seqlens.shape[0] - 1, 0, longest, longest)
         return context, none if asked.probabilities else None
-    q, k, v = projected(form, parts, x, batch)
+    q, k, v = projected(form, parts, x if asked.rounded is None else asked.rounded, batch)
     if asked.kept is not None:
         context, lse = _attention(parts, q, k, v, batch, asked, None, gate, scale)
         where = batch.cu_seqlens, batch.max_seqlen
@@ -272,12 +273,12 @@ def after_attention(
         return pre_norm.after_attention(form, parts, x, context, batch, asked)
     if form.bottleneck is not None:
         return bottleneck.after_attention(form, parts, x, context, batch, asked)
-    following = parts.intermediate if parts.feed is None else None
-    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, following
-    x, rounded = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)
+    rounds = [] if parts.feed is None and takes_rounded(parts.intermediate, x) else None
+    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, rounds
+    x = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)
     if asked.taps is not None:
-        x, rounded = asked.taps.attended(asked.number, x, batch), None
-    return feed_forward(form, parts, x, batch, asked, rounded)
+        x, rounds = asked.taps.attended(asked.number, x, batch), None
+    return feed_forward(form, parts, x, batch, asked, rounds[0] if rounds else None)
 
 
 def feed_forward(
@@ -304,11 +305,11 @@ def feed_forward(
         inner = pre_norm.gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
         if any(parts.rates[3:]):
             inner = dropped(inner, parts.rates[3], batch.seed, asked.site + INNER_SITE)
-        how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals
-        return dense_norm(parts.output, parts.output_norm, inner, x, *how)[0]
+        how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds
+        return dense_norm(parts.output, parts.output_norm, inner, x, *how)
     parts, tap = parts.as_multiplied(form.names), None
     if asked.taps is not None:
         tap = functools.partial(asked.taps.inner, asked.number, sequences=batch)
-    how = batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, rounded, tap
+    how = batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds, rounded, tap
     modules = parts.intermediate, parts.output, parts.output_norm
     return feed_forward_norm(*modules, x, form.activation, parts.rates[2], *how)

@@ -278,19 +278,18 @@ def dense_norm(
     offset: int,
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
-    following: nn.Module | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(norm(residual + dropout(dense(x))), the same in the dtype of the product by `following`, or None).
+    rounds: list[Tensor] | None = None,
+) -> Tensor:
+    """norm(residual + dropout(dense(x))).
 
-    The second tensor is None unless autocast is on and `following` is a plain linear layer. If the norm is a
-    plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops, and adds the
-    residual; in inference it is one op with the product where that pays. `arrivals` keeps the counters of
-    that op from call to call, in the order in which the device runs the calls.
+    If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
+    and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
+    counters of that op from call to call, in the order in which the device runs the calls. Under autocast
+    `rounds`, if given, gets the result once more, for a product that `takes_rounded`.
     """
     if fuse and dropout_p == 0.0 and (y := _joined_norm(dense, norm, x, residual, arrivals)) is not None:
-        return y, None
-    rounded = following is not None and takes_rounded(following, residual)
-    return _add_norm(norm, *product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
+        return y
+    return _add_norm(norm, *product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounds)
 
 
 def feed_forward_norm(
@@ -304,6 +303,7 @@ def feed_forward_norm(
     offset: int,
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
+    rounds: list[Tensor] | None = None,
     rounded: Tensor | None = None,
     tap: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -315,16 +315,16 @@ def feed_forward_norm(
     rounded = x if rounded is None else rounded
     if tap is None and joins_products(up, down, rounded, activation):
         y = feed_forward(rounded, up.weight, up.bias, down.weight, cast(str, activation))
-        return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse)[0]
+        return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse, rounds)
     if tap is None and not calls_all() and kind_of(up) is kind_of(down) is FP8 and not is_empty(up):
         # The pass that rounds the rows for the second product activates them
         inner = fp8_product(rounded, up, [up])
         y = fp8_product(inner, down, [down], with_bias=False, input_activation=activation)
-        return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse)[0]
+        return _add_norm(norm, y, down.bias, x, dropout_p, seed, offset, fuse, rounds)
     inner = apply_linear(up, rounded, activation)
     if tap is not None:
         inner = tap(inner)
-    return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)[0]
+    return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals, rounds)
 
 
 def joins_products(up: nn.Module, down: nn.Module, x: Tensor, activation: str | None) -> bool:
@@ -349,6 +349,16 @@ def takes_rounded(dense: nn.Module, x: Tensor) -> bool:
     """Whether the layer multiplies in the autocast dtype, so that it may be given `x` cast already."""
     half = checks.autocast_dtype(x) in (torch.bfloat16, torch.float16)
     return half and is_plain(dense, nn.Linear) and not torch.compiler.is_compiling()
+
+
+def joined_takes_rounded(modules: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether the layers multiply in the autocast dtype, all of them in one product of a tensor like `x`."""
+    first = modules[0]
+    if not takes_rounded(first, x):
+        return False
+    joins = LINEAR_KINDS[nn.Linear].joins
+    once = all(m is first for m in modules)
+    return once or (all(is_plain(m, nn.Linear) for m in modules) and joins(x, list(modules)))
 
 
 def _is_trained(x: Tensor, *modules: nn.Linear | nn.LayerNorm) -> bool:
@@ -409,9 +419,9 @@ def _add_norm(
     seed: Tensor | None,
     offset: int,
     fuse: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """(norm(residual + dropout(x + x_bias)), with `rounded` the same for products, see `layer_norm`)."""
+    rounds: list[Tensor] | None = None,
+) -> Tensor:
+    """norm(residual + dropout(x + x_bias)); `rounds` gets the same for products, see `layer_norm`."""
     if fuse and is_plain(norm, nn.LayerNorm):
         found: Any = layer_norm(
             x,
@@ -423,15 +433,20 @@ def _add_norm(
             dropout_p=dropout_p,
             seed=seed,
             offset=offset,
-            rounded=rounded,
+            rounded=rounds is not None,
         )
-        return found if rounded else (found, None)
+        if rounds is None:
+            return found
+        rounds.append(found[1])
+        return found[0]
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:
         x = dropped(x, dropout_p, seed, offset)
     y = norm(x + residual)
-    return y, y if rounded else None
+    if rounds is not None:
+        rounds.append(y)
+    return y
 
 
 class _Split(torch.autograd.Function):

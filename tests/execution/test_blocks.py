@@ -69,9 +69,9 @@ def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
     keep = keep_mask_2d(seed, 3, 9, 24, 0.4)
     expected = residual + dense(x) * keep / 0.6
     if norm == "another":
-        y = linear_layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)[0]
+        y = linear_layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
     else:
-        y = linear_layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused")[0]
+        y = linear_layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused")
         expected = own(expected)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 

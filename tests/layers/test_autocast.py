@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.layers import linear
+from fastbert.layers import encoder, linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import layer_norm
@@ -33,23 +33,72 @@ def gradients(bert: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
     return [t.clone() for t in (*(s.detach() for s in states), *parameters)]
 
 
+def casts_of(out: torch.Tensor) -> int:
+    """How many casts of hidden states backward passes through."""
+    found, left, count = set(), [out.grad_fn], 0
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+            if node.name() == "ToCopyBackward0":
+                count += tuple(node._input_metadata[0].shape) == (TOKENS, HIDDEN)
+    return count
+
+
+def gpu(monkeypatch) -> None:
+    """Query, key and value are one product, both of a feed-forward block one op, as on a GPU."""
+    monkeypatch.setattr(linear, "pays", lambda *_: True)
+    kinds = linear.LINEAR_KINDS
+    joins = kinds[torch.nn.Linear]._replace(joins=lambda x, modules: True)
+    monkeypatch.setitem(kinds, torch.nn.Linear, joins)
+
+
+@pytest.mark.parametrize("like_gpu", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_the_bits_are_those_of_casts(dtype, monkeypatch):
+def test_the_bits_are_those_of_casts(dtype, like_gpu, monkeypatch):
     bert = model()
+    if like_gpu:
+        gpu(monkeypatch)
     with dispatch.use_backend("aten"):
         ours = gradients(bert, dtype)
         monkeypatch.setattr(layer_norm, "_takes_both", lambda *_: False)
         monkeypatch.setattr(linear, "takes_rounded", lambda *_: False)
+        monkeypatch.setattr(encoder, "takes_rounded", lambda *_: False)
         cast = gradients(bert, dtype)
     assert len(ours) == len(cast) > 16 * LAYERS
     for a, b in zip(ours, cast, strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_hooked_layer_sees_what_it_saw():
+@pytest.mark.parametrize("path", ("intermediate.dense", "attention.self.key", "attention.self", ""))
+def test_a_hooked_layer_sees_what_it_saw(path, monkeypatch):
     """The products' input is handed over cast only where no code of a user's sees it."""
     bert, seen = model(), []
-    up = bert.encoder.layer[1].intermediate.dense
-    up.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    gpu(monkeypatch)
+    hooked = bert.encoder.layer[1].get_submodule(path)
+    hooked.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     gradients(bert, torch.bfloat16)
     assert seen == [torch.float32]
+
+
+def test_hidden_states_are_cast_once(monkeypatch):
+    """A layer's two norms return what its products read; only the embeddings' output is cast."""
+    bert, ids = model(), torch.arange(TOKENS).reshape(1, -1)
+    gpu(monkeypatch)
+    for takes, count in ((linear.takes_rounded, 1), (lambda *_: False, 2 * LAYERS)):
+        monkeypatch.setattr(linear, "takes_rounded", takes)
+        monkeypatch.setattr(encoder, "takes_rounded", takes)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = bert(ids).last_hidden_state
+        assert casts_of(hidden) == count
+
+
+def test_layers_that_are_computed_again_have_the_same_bits(monkeypatch):
+    bert = model()
+    gpu(monkeypatch)
+    with dispatch.use_backend("aten"):
+        once = gradients(bert, torch.bfloat16)
+        bert.checkpoint_every = 1
+        again = gradients(bert, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

@@ -58,13 +58,13 @@ def test_fused_and_called_parts_give_the_same(bert):
             a, b = (apply_linear(layer.intermediate.dense, x, activation) for layer in (fused, called))
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
         outs, seed = [layer.attention.output for layer in (fused, called)], torch.tensor(5)
-        a, b = (dense_norm(out.dense, out.LayerNorm, x, residual, 0.0, None, 0)[0] for out in outs)
+        a, b = (dense_norm(out.dense, out.LayerNorm, x, residual, 0.0, None, 0) for out in outs)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         # dropout in the norm's pass, and apart from it
         dense, norm = outs[0].dense, outs[0].LayerNorm
-        a, b = (dense_norm(dense, norm, x, residual, 0.4, seed, 8, fuse)[0] for fuse in (True, False))
+        a, b = (dense_norm(dense, norm, x, residual, 0.4, seed, 8, fuse) for fuse in (True, False))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    plain = dense_norm(fused.attention.output.dense, nn.Identity(), x, residual, 0.0, None, 0)[0]
+    plain = dense_norm(fused.attention.output.dense, nn.Identity(), x, residual, 0.0, None, 0)
     torch.testing.assert_close(plain, fused.attention.output.dense(x) + residual)
 
 
