@@ -226,8 +226,8 @@ def distill(
         with parallel.alike():
             if parallel.is_first:
                 if dev.dev:
-                    sides: dict[str, Any] = {"teacher": (of_teacher, -1), "student": (trained, 0)}
-                    scores = {who: _scores(*side, dev, how.dtype) for who, side in sides.items()}
+                    sides = ("teacher", of_teacher, -1), ("student", trained, 0)
+                    scores = {who: _scores(model, slot, dev, how.dtype) for who, model, slot in sides}
                 _write(output, job, trained, {**described, "last": last, "scores": scores})
         scores = parallel.broadcast(scores)
     if vectors:
