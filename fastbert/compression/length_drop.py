@@ -4,9 +4,9 @@
     smallest        share (1 - p)^l of the tokens after layer l
     sampled, N      share s_l = s_(l-1) (1 - u p), u uniform in [0, 1)
 
-A sub-model's loss is the cross-entropy of its answers with those of the full model in the same step, which
-have no gradient (for numbers: the squared difference). The step's loss is the mean of the N + 2. With
-LayerDrop the sub-models also skip layers; the full model skips none.
+A sub-model's loss is the soft cross-entropy of its answers with those of the full model in the same step,
+which have no gradient; for numbers it is the squared difference. The step's loss is the mean of the N + 2.
+With LayerDrop the sub-models also skip layers; the full model skips none.
 
 Afterwards `fastbert.compression.schedule_search` finds the schedules that are worth their cost.
 
@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from fastbert.compression.distillation.losses import mean_squared, soft_cross_entropy
 from fastbert.compression.elimination import check_whole, scheduled
 from fastbert.finetuning.losses import Method, TaskLosses, answers
 from fastbert.finetuning.settings import Settings
@@ -132,17 +132,6 @@ class LengthDropLosses(TaskLosses):
         draw = (lambda: 1.0) if number == 1 else random.Random(torch.initial_seed()).random
         with scheduled(self.model, self.options.schedule(self._layers, draw)):
             found = answers(self.output(inputs), self.fields, inputs)
-        apart = F.mse_loss if self.model.config.problem_type == "regression" else soft_cross_entropy
-        return {
-            "task": torch.stack([apart(*pair) for pair in zip(found, self._full, strict=True)]).mean()
-        }, {}
-
-
-def soft_cross_entropy(scores: Tensor, wanted: Tensor) -> Tensor:
-    """The mean cross-entropy of two softmaxes; 0 without rows.
-
-    Args:
-        scores: (n, classes), which learn.
-        wanted: (n, classes), whose softmax is the target.
-    """
-    return -(wanted.softmax(-1) * scores.log_softmax(-1)).sum() / max(len(scores), 1)
+        apart = mean_squared if self.model.config.problem_type == "regression" else soft_cross_entropy
+        pairs = zip(found, self._full, strict=True)
+        return {"task": torch.stack([apart(*pair) for pair in pairs]).mean()}, {}

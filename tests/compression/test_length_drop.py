@@ -9,14 +9,18 @@ import pytest
 import torch
 
 import fastbert
-from fastbert.compression.length_drop import LengthDrop, LengthDropLosses, soft_cross_entropy
+from fastbert.compression.distillation.losses import soft_cross_entropy
+from fastbert.compression.length_drop import LengthDrop, LengthDropLosses
 from fastbert.compression.token_search import LearnedSchedule
 from fastbert.finetuning.settings import Settings
 from fastbert.models.auto import AutoModelForQuestionAnswering, AutoModelForTokenClassification
+from fastbert.training import loop
 from fastbert.training.loop import TrainingError
+from fastbert.training.parallel import Parallel
 from tests.compression.test_elimination import LENGTHS, of
 from tests.compression.test_token_search import batch
 from tests.finetuning.conftest import memory, model, one_thread, tmp_path  # noqa: F401
+from tests.support.ranks import together
 from tests.support.rule_tasks import digests, quick, stopped, written
 
 SETTINGS = Settings(lr=1e-3, epochs=1, batch_size=8, max_length=32)
@@ -75,7 +79,8 @@ def test_each_sub_model_learns_from_the_full_one():
         for schedule, loss in zip(seen[1:], found[1:], strict=True):
             logits = fastbert.eliminate(own, schedule)(**inputs).logits
             wanted = full.logits.softmax(1)
-            torch.testing.assert_close(loss, -(wanted * logits.log_softmax(1)).sum(1).mean() / 4)
+            apart = wanted * (wanted.log() - logits.log_softmax(1))
+            torch.testing.assert_close(loss, apart.sum(1).mean() / 4)
         fastbert.eliminate(own, None)
     assert [rounds(losses, inputs)[i] for i in (2, 3)] == found[2:]
     assert rounds(losses, inputs, seed=1)[2] != found[2]
@@ -123,14 +128,14 @@ def test_spans_tokens_and_numbers():
         elif len(fields) == 2:
             expected = torch.stack(
                 [
-                    torch.nn.functional.cross_entropy(a[None], b.softmax(0)[None])
+                    (b.softmax(0) * (b.log_softmax(0) - a.log_softmax(0))).sum()
                     for name in fields
                     for a, b in zip(small[name].split(LENGTHS), full[name].split(LENGTHS), strict=True)
                 ]
             ).mean()
         else:
             a, b = small.logits[20:], full.logits[20:]
-            expected = torch.nn.functional.cross_entropy(a, b.softmax(1))
+            expected = (b.softmax(1) * (b.log_softmax(1) - a.log_softmax(1))).sum(1).mean()
         torch.testing.assert_close(found, expected / 2)
 
 
@@ -201,6 +206,29 @@ def test_runs_resume_to_the_same_bytes(tmp_path, monkeypatch, model, data, name)
         assert again.best.score >= whole.best.score
     with pytest.raises(TrainingError, match=r"^method.*: the run in"):
         quick("csv", model, data, tmp_path / "run", method=LengthDrop(), **OPTIONS)
+
+
+def tuned(model, data, output, method):  # noqa: F811
+    """Be one of the processes; the scores of all epochs."""
+    loop.work.roof = lambda *device_and_dtype: 1e9
+    parallel = Parallel(device="cpu")
+    result = quick("csv", model, data, output, method=method, parallel=parallel, **OPTIONS)
+    parallel.broadcast(None)
+    return result.best.evaluations
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_learn_the_same(tmp_path, model, data, name):  # noqa: F811
+    two = together(2, tuned, model, data, tmp_path / "two", RUNS[name])
+    assert two[0] == two[1]
+    assert two[0][-1]["dev"]["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("option", [{"qat": "int8"}, {"head_mix": True}])
+def test_other_settings_beside(tmp_path, model, data, option):  # noqa: F811
+    result = quick("csv", model, data, tmp_path / "out", method=LengthDrop(0.3, 1), **OPTIONS, **option)
+    assert result.best.score > 0.9
 
 
 def test_settings_that_exclude_a_method(tmp_path, model, data):  # noqa: F811
