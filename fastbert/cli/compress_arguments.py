@@ -165,6 +165,7 @@ def add_distill(commands: Any) -> None:
         ("batch-size", int, "examples per step; default: the recipe's"),
         ("max-length", int, "most tokens of a sequence; default: the recipe's"),
         ("relation-heads", int, "heads of MiniLMv2's relations (default 48)"),
+        ("cache-words", int, "words per token whose scores a cache has, for distilbert (default 32)"),
         ("seed", int, "of all that is random (default 0)"),
         ("save-every", int, "steps between checkpoints (default 1000)"),
         ("workers", int, "processes that make batches (default 0)"),

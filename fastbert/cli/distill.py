@@ -14,7 +14,17 @@ from fastbert.training.loop import DTYPES, Interrupted
 from fastbert.training.parallel import Parallel
 
 # Options that are passed on as they are, if they are given
-_SAME = ("recipe", "student_family", "cache", "lr", "epochs", "temperature", "batch_size", "max_length")
+_SAME = (
+    "recipe",
+    "student_family",
+    "cache",
+    "cache_words",
+    "lr",
+    "epochs",
+    "temperature",
+    "batch_size",
+    "max_length",
+)
 _SAME += ("relation_heads", "seed", "save_every", "workers", "dtype")
 
 

@@ -184,9 +184,8 @@ def test_a_stale_cache_is_refused(places, tmp_path):
             **OPTIONS,
             cache=tmp_path / "cache",
         )
-    for recipe, why in (("theseus", "no loss of this recipe reads"), ("distilbert", "masks other words")):
-        with pytest.raises(ValueError, match=rf"cache: expected None, because .*{why}"):
-            distil(places, recipe, [0], tmp_path / "b", **options)
+    with pytest.raises(ValueError, match=r"cache: expected None, because no loss of this recipe reads"):
+        distil(places, "theseus", [0], tmp_path / "b", **options)
 
 
 def test_another_run_in_the_output_is_refused(places, tmp_path):

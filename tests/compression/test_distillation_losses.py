@@ -123,3 +123,62 @@ def test_bad_inputs(loss, student, teacher, error, message):
 def test_bad_temperature():
     with pytest.raises(ValueError, match="temperature: expected a finite number > 0, got -1"):
         losses.soft_cross_entropy(*rows(), -1)
+
+
+# -- the likeliest words
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("count", [1, 5, WIDTH - 1])
+def test_top_words_lack_the_divergence_among_the_other_words(count, temperature):
+    student, teacher = rows()
+    found = losses.top_words(student, *losses.likeliest(teacher, count, temperature), temperature)
+    q, p = ((t / temperature).softmax(1).detach() for t in (student, teacher))
+    others = torch.ones_like(p, dtype=torch.bool).scatter(1, teacher.topk(count).indices, False)
+    p, q = (t[others].view(ROWS, -1) for t in (p, q))
+    r = p.sum(1, keepdim=True)
+    inner = (p / r * (p / r / (q / q.sum(1, keepdim=True))).log()).sum(1, keepdim=True)
+    lacking = temperature**2 * (r * inner).mean()
+    whole = losses.soft_cross_entropy(student, teacher, temperature)
+    torch.testing.assert_close(whole - found, lacking, rtol=0, atol=1e-12)
+    assert (lacking > 1e-4) == (count < WIDTH - 1)
+
+
+def test_top_words_have_the_gradient_of_their_value():
+    student, teacher = rows()
+    taken = losses.likeliest(teacher, 4, TEMPERATURE)
+    assert torch.autograd.gradcheck(lambda s: losses.top_words(s, *taken, TEMPERATURE), student)
+    (whole,) = torch.autograd.grad(losses.soft_cross_entropy(student, teacher, TEMPERATURE), student)
+    (found,) = torch.autograd.grad(losses.top_words(student, *taken, TEMPERATURE), student)
+    # A likeliest word's gradient is T (q - p) / rows, as of the whole loss
+    torch.testing.assert_close(found.gather(1, taken[0]), whole.gather(1, taken[0]), rtol=0, atol=1e-12)
+    same = losses.top_words(teacher, *taken, TEMPERATURE)
+    assert same.item() == pytest.approx(0, abs=1e-15)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 16 * WIDTH * 2])
+def test_chunks_of_rows_change_nothing(dtype, chunk_bytes):
+    teacher = rows()[1]
+    words, scores = losses.likeliest(teacher.to(torch.float32), 3, 2.0)
+    g = torch.Generator().manual_seed(1)
+    x, weight, bias = (
+        torch.randn(size, generator=g).to(dtype).requires_grad_()
+        for size in ((ROWS, 8), (WIDTH, 8), (WIDTH,))
+    )
+    given = x, weight, bias
+    found = losses.linear_top_words(*given, words, scores.to(dtype), 2.0, chunk_bytes)
+    expected = losses.top_words(F.linear(*given), words, scores.to(dtype), 2.0)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype in (torch.bfloat16, torch.float16) else {}
+    torch.testing.assert_close(found, expected, **tolerance)
+    grads = (torch.autograd.grad(loss, given) for loss in (found, expected))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def test_no_rows_of_words():
+    x, weight = torch.zeros(0, 8, requires_grad=True), torch.zeros(WIDTH, 8, requires_grad=True)
+    taken = losses.likeliest(torch.zeros(0, WIDTH), 3)
+    found = losses.linear_top_words(x, weight, None, *taken)
+    assert found.item() == 0
+    assert not torch.autograd.grad(found, weight)[0].any()

@@ -2,8 +2,9 @@
 
     DIR/outputs.safetensors     name (see `reading.py`) -> (examples, …) or (all tokens, …)
 
-The file's metadata has what the outputs depend on. Outputs are exact: whole logits, whole hidden states. They
-are all in memory while the file is written, and mapped from it afterwards.
+The file's metadata has what the outputs depend on. Outputs are exact: whole logits, whole hidden states. Of
+the logits of words only the largest are there (`losses.likeliest`). All outputs are in memory while the file
+is written, and mapped from it afterwards.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastbert.checkpoint.files import own_tag
-from fastbert.compression.distillation.reading import read
+from fastbert.compression.distillation.losses import likeliest
+from fastbert.compression.distillation.objective import CACHED_WORDS
+from fastbert.compression.distillation.reading import Read, read, word_product
+from fastbert.ops.linear import linear
 from fastbert.sentences.tokenizer import pack_batches
 
 FILE, KEY = "outputs.safetensors", "fastbert"
 BATCH_TOKENS = 8192
+# Rows whose logits of words are in memory at a time
+_ROWS = 1024
 
 
 class Cached:
@@ -61,7 +67,11 @@ def _places(name: str, numbers: np.ndarray, starts: np.ndarray) -> Tensor:
 
 
 def outputs(
-    model: Any, source: Any, wanted: Collection[str], dtype: torch.dtype = torch.float32
+    model: Any,
+    source: Any,
+    wanted: Collection[str],
+    dtype: torch.dtype = torch.float32,
+    words: tuple[int, float] | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
     """(numbers of examples, name -> their rows, on the CPU) of some examples at a time.
 
@@ -70,6 +80,7 @@ def outputs(
         source: of the first epoch's examples; see `training.stream.Source`.
         wanted: names of `reading.py`.
         dtype: float32, or the dtype of autocast.
+        words: (k, T): the k likeliest words of each token at temperature T besides; or None.
     """
     plan, device = source.plan(0), model.device
     half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -80,10 +91,20 @@ def outputs(
         given = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
         given = {k: v.to(device) if torch.is_tensor(v) and k != "cu_seqlens" else v for k, v in given.items()}
         with torch.no_grad(), half:
-            found = read(model, given, wanted).tensors
+            made = read(model, given, wanted)
+            found = made.tensors if words is None else {**made.tensors, **_words(model, made, *words)}
         if len(numbers) != len(group):
             found = {name: t[: len(t) // 2] for name, t in found.items()}
         yield group, {name: t.cpu() for name, t in found.items()}
+
+
+def _words(model: Any, made: Read, count: int, temperature: float) -> dict[str, Tensor]:
+    """The likeliest words of each token, and their scores."""
+    assert made.encoded is not None
+    x, weight, bias = word_product(model, made.encoded)
+    parts = [likeliest(linear(part, weight, bias), count, temperature) for part in x.split(_ROWS)]
+    words, scores = (torch.cat(each) for each in zip(*parts, strict=True))
+    return dict(zip(CACHED_WORDS, (words.int(), scores), strict=True))
 
 
 def starts_of(source: Any) -> np.ndarray:
@@ -92,11 +113,15 @@ def starts_of(source: Any) -> np.ndarray:
 
 
 def gathered(
-    model: Any, source: Any, wanted: Collection[str], dtype: torch.dtype = torch.float32
+    model: Any,
+    source: Any,
+    wanted: Collection[str],
+    dtype: torch.dtype = torch.float32,
+    words: tuple[int, float] | None = None,
 ) -> dict[str, Tensor]:
     """name -> the rows of all examples, in their order; arguments as `outputs`."""
     starts, whole = starts_of(source), {}
-    for numbers, found in outputs(model, source, wanted, dtype):
+    for numbers, found in outputs(model, source, wanted, dtype, words):
         for name, t in found.items():
             if name not in whole:
                 count = len(starts) - 1 if _of_examples(name) else int(starts[-1])
@@ -112,23 +137,24 @@ def write_cache(
     source: Any,
     wanted: Collection[str],
     dtype: torch.dtype = torch.float32,
+    words: tuple[int, float] | None = None,
 ) -> None:
     """Write the file of a teacher's outputs, unless it is there.
 
     Args:
         folder: the cache's directory.
         key: what the outputs depend on; JSON values.
-        teacher, source, wanted, dtype: see `outputs`.
+        teacher, source, wanted, dtype, words: see `outputs`.
 
     Raises:
         ValueError: the directory has outputs that depend on something else, or lack a name.
     """
     path = folder / FILE
     if path.is_file():
-        _check(path, key, wanted)
+        _check(path, key, {*wanted, *(CACHED_WORDS if words else ())})
         return
     folder.mkdir(parents=True, exist_ok=True)
-    whole = gathered(teacher, source, wanted, dtype)
+    whole = gathered(teacher, source, wanted, dtype, words)
     new = folder / f"{own_tag()}.new"
     save_file(whole, new, {KEY: json.dumps(dict(key), sort_keys=True)})
     new.replace(path)

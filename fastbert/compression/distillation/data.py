@@ -116,7 +116,14 @@ class Taught:
 
 
 def text_of(
-    data: Path, place: Path, folder: Path, max_length: int, seed: int, masks: bool, parallel: Parallel
+    data: Path,
+    place: Path,
+    folder: Path,
+    max_length: int,
+    seed: int,
+    masks: bool,
+    parallel: Parallel,
+    static: int | None = None,
 ) -> Objective:
     """The sequences of a text.
 
@@ -128,6 +135,7 @@ def text_of(
         seed: of masks.
         masks: whether words are masked.
         parallel: the processes; the first one writes.
+        static: the number of epochs after which masks repeat; None: they never do.
 
     Raises:
         ValueError: the corpus has another vocabulary than the teacher.
@@ -146,7 +154,7 @@ def text_of(
     if not masks:
         # All seeds have the same rows, and may share a cache
         return Unmasked(DocSentences(corpus, max_length, 0))
-    return Objective(DocSentences(corpus, max_length, seed), seed=seed)
+    return Objective(DocSentences(corpus, max_length, seed), seed=seed, static=static)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fastbert.compression.distillation.reading import (
     read,
     rows_of,
     span_rows,
+    word_product,
 )
 from fastbert.compression.distillation.recipes import READS
 from fastbert.compression.distillation.sentences import SentenceVectors
@@ -42,6 +43,8 @@ from fastbert.training.work import encoder_work
 
 # Prefixes of the inputs of a batch that are the teacher's: its outputs, or its own tokens
 CACHED, OTHER = "cached:", "teacher:"
+# What a cache has of words per token: which, and their scores; see `losses.likeliest`
+CACHED_WORDS = ("words", "word_scores")
 
 
 class Distilled(Losses):
@@ -179,14 +182,15 @@ class Distilled(Losses):
         return map_losses.relation_kl(a, b, batch, self.relation_heads)
 
     def _words_loss(self, student: Read, teacher: Read) -> Tensor:
-        """T² · KL over the vocabulary, at all tokens."""
+        """T² · KL over the vocabulary, at all tokens; with a cache over the teacher's likeliest words."""
         assert student.encoded is not None
-        assert teacher.encoded is not None
-        sides = []
-        for model, one in ((self.student, student.encoded), (self.teacher, teacher.encoded)):
-            with torch.set_grad_enabled(model is self.student and torch.is_grad_enabled()):
-                sides += [model.transform(one.hidden), *model.vocabulary_product()]
-        return linear_distillation(*sides, temperature=self.temperature)
+        own = word_product(self.student, student.encoded)
+        if teacher.encoded is None:
+            words, scores = (teacher.tensors[name] for name in CACHED_WORDS)
+            return losses.linear_top_words(*own, words.long(), scores, self.temperature)
+        with torch.no_grad():
+            taught = word_product(self.teacher, teacher.encoded)
+        return linear_distillation(*own, *taught, temperature=self.temperature)
 
     def optimized(self, optimizer: torch.optim.Optimizer) -> None:
         """The replacing counts the optimizer's steps."""

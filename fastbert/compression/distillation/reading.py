@@ -64,6 +64,14 @@ def span_rows(logits: Tensor, ends: Tensor) -> Tensor:
     return pad_sequence(parts, batch_first=True, padding_value=-torch.inf).permute(2, 0, 1).flatten(0, 1)
 
 
+def word_product(model: MaskedLMModel, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x, weight, bias) whose product x @ weight.T + bias is the logits of words of all tokens."""
+    product = model.vocabulary_product()
+    if product is None:
+        raise ValueError(f"recipe: {type(model).__name__} has a quantised decoder; expected one of floats")
+    return model.transform(encoded.hidden), *product
+
+
 class Read(NamedTuple):
     """What was read of a model.
 

@@ -99,6 +99,7 @@ def distill(
     relation_heads: int | None = None,
     replacing: tuple[float, float] = REPLACING,
     cache: str | Path | None = None,
+    cache_words: int | None = None,
     parallel: Parallel | None = None,
     save_every: int = 1000,
     workers: int = 0,
@@ -126,7 +127,10 @@ def distill(
             steps.
         temperature, relation_heads: in place of the recipe's.
         replacing: (k, b) of "theseus".
-        cache: a directory for the teacher's outputs, which are computed once; None: in every step.
+        cache: a directory for the teacher's outputs, which are computed once; None: in every step. Words are
+            then masked once, for all epochs.
+        cache_words: of how many words, the teacher's likeliest, a cache has the scores per token; None: 32,
+            where a recipe compares words.
         parallel: the processes; None: those of torchrun, or this one.
         save_every: steps between checkpoints.
         workers, progress, say: see `fastbert.training.loop.Trainer`.
@@ -179,7 +183,10 @@ def distill(
         how, *_ = (Settings(phase.lr, phase.epochs, **given) for phase in phases)
         if how.max_length > limit:
             raise ValueError(f"max_length: expected at most {limit} for these models, got {how.max_length}")
-        job = _Job(made, phases, of_teacher, place, begun, first, same, how, parallel)
+        compares = made.masks and any("kd" in weights for weights in names)
+        words = _cache_words(cache_words, cache is not None and compares, of_teacher)
+        top = None if words is None else (words, degree)
+        job = _Job(made, phases, of_teacher, place, begun, first, same, how, parallel, cache is not None)
         source, dev = _source(job, data, learned, output / "corpus")
         tokenizers = [digest(load_tokenizer(each).to_str().encode()) for each in job.places]
         described = {
@@ -198,11 +205,18 @@ def distill(
         if vectors:
             own = of_teacher.settings
             described["teacher_pooling"] = [own.pooling, own.normalize]
+        if words is not None:
+            described["cache_words"] = words
         if cache is not None:
-            key = {each: described[each] for each in ("teacher", "teacher_pooling") if each in described}
+            key = {
+                each: described[each]
+                for each in ("teacher", "teacher_pooling", "cache_words")
+                if each in described
+            }
             key |= {"max_length": how.max_length, "dtype": how.dtype}
+            key |= {} if words is None else {"temperature": degree}
             wants = set().union(*(wanted(each, pairs, first, of_teacher)[1] for each in names))
-            source = replaced(source, cached=_cached(job, Path(cache), key, source, wants))
+            source = replaced(source, cached=_cached(job, Path(cache), key, source, wants, top))
         stages, built = _stages(job, source, replacing, pairs, degree, heads)
         trainer = Trainer(
             stages,
@@ -246,6 +260,7 @@ class _Job:
         same: whether both read the same tokens.
         how: the settings, without lr and epochs.
         parallel: the processes.
+        cached: whether the teacher's outputs are cached.
     """
 
     recipe: Recipe
@@ -257,6 +272,7 @@ class _Job:
     same: bool
     how: Settings
     parallel: Parallel
+    cached: bool
 
     @property
     def places(self) -> tuple[Path, Path]:
@@ -311,6 +327,19 @@ def _check_numbers(relation_heads: Any, temperature: Any, replacing: Any) -> Non
         raise ValueError(f"replacing: expected two finite numbers >= 0, got {replacing!r}")
 
 
+def _cache_words(given: int | None, cached: bool, teacher: Any) -> int | None:
+    """How many words a cache has per token; None if it has none."""
+    if not cached:
+        if given is not None:
+            raise ValueError(f"cache_words: expected None, as no scores of words are cached, got {given!r}")
+        return None
+    most = teacher.config.vocab_size - 1
+    count = min(32, most) if given is None else given
+    if type(count) is not int or not 1 <= count <= most:
+        raise ValueError(f"cache_words: expected an integer from 1 to {most}, got {count!r}")
+    return count
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value is a finite number >= 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
@@ -326,7 +355,7 @@ def _source(
         own, other = reading.sentences_of(data, *sides)
         return reading.Taught(Source(own, False), (), rows, other), reading.Labelled([], {})
     if task is None:
-        options = how.max_length, how.seed, recipe.masks, job.parallel
+        options = how.max_length, how.seed, recipe.masks, job.parallel, 1 if job.cached else None
         inner = reading.text_of(data, job.place, corpus, *options)
         return reading.Taught(inner, (), rows), reading.Labelled([], {})
     readers = [(load_tokenizer(job.places[1]), job.first.config)]
@@ -341,19 +370,22 @@ def _source(
 
 
 def _cached(
-    job: _Job, folder: Path, key: Mapping[str, Any], source: reading.Taught, names: set[str]
+    job: _Job,
+    folder: Path,
+    key: Mapping[str, Any],
+    source: reading.Taught,
+    names: set[str],
+    words: tuple[int, float] | None,
 ) -> Cached:
     """The cached outputs of the teacher for all phases."""
-    if job.recipe.masks:
-        raise ValueError("cache: expected None, because this recipe masks other words in each epoch")
-    if not names:
+    if not names and words is None:
         raise ValueError("cache: expected None, because no loss of this recipe reads the teacher's outputs")
     inner = source.inner if source.other is None else Source(source.other, True)
     with job.parallel.alike():
         if job.parallel.is_first:
             # Of what the teacher reads
             key = {**key, "data": inner.hash}
-            write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype])
+            write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype], words)
     return Cached(folder / FILE, starts_of(inner))
 
 
