@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm: the arguments, which are the same on the CPU and on a GPU. Contract:
+// LayerNorm, RMSNorm and NoNorm: the arguments, which are the same on the CPU and on a GPU. Contract:
 // fastbert/ops/layer_norm.py. Tensors of `dtype` are [rows, hidden] with a contiguous last dimension; strides
 // are in elements.
 #pragma once
@@ -29,7 +29,7 @@ struct LayerNormFwd {
     std::int64_t x_stride, residual_stride;
     Param weight, bias, x_bias;  // bias, x_bias may be null
     double eps;
-    bool rms;
+    bool rms, none;  // RMSNorm; NoNorm, on the CPU alone
     DropoutArgs dropout;
     void *y, *z;         // contiguous; z may be null
     float *mean, *rstd;  // may be null
@@ -41,8 +41,8 @@ struct LayerNormBwd {
     const void *dy, *dsum, *z;  // dsum, the gradient of the returned z, is contiguous and may be null
     std::int64_t dy_stride, z_stride;
     Param weight;
-    const float *mean, *rstd;  // RMSNorm has no mean
-    bool rms;
+    const float *mean, *rstd;  // RMSNorm has no mean, NoNorm neither
+    bool rms, none;
     DropoutArgs dropout;
     void *dx, *dresidual;              // contiguous; may be null
     float *dweight, *dbias, *dx_bias;  // may be null (dweight and dbias together)

@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm with residual, bias and dropout in the same pass, forward and backward.
+"""LayerNorm, RMSNorm and NoNorm with residual, bias and dropout in the same pass, forward and backward.
 
 Math       z = residual + dropout(x + x_bias);  y = (z - mean) * rstd * weight + bias
            dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dsum, g = dy * weight;  dx = dropout'(dz)
            RMSNorm: x_hat = z * rstd, without mean(g); rstd is that of the mean of z * z
+           NoNorm: x_hat = z, dz = g + dsum
            dweight = Σ_rows dy * x_hat, dbias = Σ_rows dy, dx_bias = Σ_rows dx
 Tiling     A program owns BLOCK_M whole rows, so that a row is read once. Rows wider than *_ONE_BLOCK are cut
            into blocks of columns, and an earlier kernel finds each row's two means. In backward a program
@@ -11,8 +12,8 @@ Tiling     A program owns BLOCK_M whole rows, so that a row is read once. Rows w
 Precision  Loads in storage dtype, then float32, one rounding at the store. The variance is that of centred
            values (wide rows: merged block by block, Chan et al. 1979), never E[z²] - E[z]². The divisions and
            roots for mean and rstd are correctly rounded; there is one of each per row.
-Saved      z in storage dtype (only where it differs from x), mean (not of RMSNorm), rstd. Dropout bits are
-           drawn again in backward: ten Philox rounds serve four elements and cost no memory.
+Saved      z in storage dtype (only where it differs from x); mean, rstd where the norm has them. Dropout bits
+           are drawn again in backward: ten Philox rounds serve four elements and cost no memory.
 Files      layer_norm_backward.py: the kernels of backward. Here: those of forward, and the launches.
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
@@ -115,7 +116,7 @@ def _layer_norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SAVE_STATS: tl.constexpr,
-    RMS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """The rows of one tile. Where HIDDEN > BLOCK_N: one column block of them, with given mean and rstd."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -143,25 +144,27 @@ def _layer_norm_fwd_kernel(
     )
     if z_ptr is not None:
         tl.store(z_ptr + rows[:, None] * z_stride + cols[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
-    if HIDDEN <= BLOCK_N:
-        if RMS:
-            centred = z
-        else:
+    if KIND == "no_norm":
+        x_hat = z
+    elif HIDDEN <= BLOCK_N:
+        centred = z
+        if KIND == "layer_norm":
             mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)  # [BLOCK_M]
             centred = tl.where(col_mask[None, :], z - mean[:, None], 0.0)
         var = tl.div_rn(tl.sum(centred * centred, 1), HIDDEN * 1.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
         if SAVE_STATS:
-            if not RMS:
+            if KIND == "layer_norm":
                 tl.store(mean_ptr + rows, mean, mask=row_mask)
             tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        x_hat = centred * rstd[:, None]
     else:
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
-        if RMS:
-            centred = z
-        else:
-            centred = z - tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-    y = centred * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
+        centred = z
+        if KIND == "layer_norm":
+            centred -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        x_hat = centred * rstd[:, None]
+    y = x_hat * row_of(weight_ptr, cols, HIDDEN)
     if bias_ptr is not None:
         y += row_of(bias_ptr, cols, HIDDEN)
     y_at = rows[:, None] * y_stride + cols[None, :]
@@ -187,7 +190,7 @@ def _wide_fwd_stats_kernel(
     keep_scale,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RMS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule.
 
@@ -214,7 +217,7 @@ def _wide_fwd_stats_kernel(
             1,
             BLOCK_N,
         )
-        if RMS:
+        if KIND == "rms_norm":
             squares += tl.sum(z * z, 1)
         else:
             inside = (col_start + tl.arange(0, BLOCK_N) < HIDDEN)[None, :]
@@ -226,7 +229,7 @@ def _wide_fwd_stats_kernel(
             mean += delta * share
             squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HIDDEN * 1.0) + eps))
-    if not RMS:
+    if KIND == "layer_norm":
         tl.store(mean_ptr + rows, mean)
     tl.store(rstd_ptr + rows, rstd)
 
@@ -356,18 +359,19 @@ def layer_norm_fwd_with(
     config: Config, inputs: "LayerNormInputs", save: bool, rounded: bool = False
 ) -> tuple[Tensor, ...]:
     """`layer_norm_fwd` with a given config, for the tuner and the tests."""
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
     summed = residual is not None or x_bias is not None or seed is not None
     save_z = (save or return_sum) and summed
-    wide = hidden > FWD_ONE_BLOCK
+    wide = hidden > FWD_ONE_BLOCK and kind != "no_norm"
     dtype = x.dtype if residual is None else residual.dtype
     y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
     z = torch.empty_like(y) if save_z else y.new_empty((0,))
     more = (torch.empty_like(y, dtype=x.dtype),) if rounded else ()
-    rstd = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
-    mean = rstd.new_empty((0,)) if rms else torch.empty_like(rstd)
+    held = kind != "no_norm" and (save or wide)
+    rstd = x.new_empty((rows if held else 0,), dtype=torch.float32)
+    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty((0,))
     if rows > 0:
         (block_m, num_warps), block_n = config, columns(hidden, FWD_ONE_BLOCK)
         sources = (x, residual, x_bias)
@@ -386,7 +390,7 @@ def layer_norm_fwd_with(
                 *scalars,
                 HIDDEN=hidden,
                 BLOCK_N=block_n,
-                RMS=rms,
+                KIND=kind,
                 num_warps=num_warps,
             )
         launch(
@@ -410,7 +414,7 @@ def layer_norm_fwd_with(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             SAVE_STATS=save,
-            RMS=rms,
+            KIND=kind,
             num_warps=num_warps,
         )
     if not save:
@@ -441,7 +445,7 @@ def layer_norm_bwd_with(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_bwd` with a given config, for the tuner and the tests."""
-    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
+    z, weight, mean, rstd, dropout_p, seed, offset, kind = saved
     need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
     x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape
@@ -466,7 +470,7 @@ def layer_norm_bwd_with(
     of_each = iter(partials)
     dweight, dbias, dx_bias = (next(of_each) if s.numel() > 0 else None for s in sums)
     means = None
-    if hidden > BWD_ONE_BLOCK:
+    if hidden > BWD_ONE_BLOCK and kind != "no_norm":
         means = dy.new_empty((2, rows), dtype=torch.float32)
         launch(
             _wide_bwd_means_kernel,
@@ -484,7 +488,7 @@ def layer_norm_bwd_with(
             rows,
             HIDDEN=hidden,
             BLOCK_N=block_n,
-            RMS=rms,
+            KIND=kind,
             num_warps=num_warps,
         )
     launch(
@@ -513,7 +517,7 @@ def layer_norm_bwd_with(
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        RMS=rms,
+        KIND=kind,
         num_warps=num_warps,
     )
     if needed:

@@ -24,13 +24,13 @@ def _bwd_tile(
 
 
 @triton.jit
-def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, RMS: tl.constexpr = False):
+def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, KIND: tl.constexpr = "layer_norm"):
     """The gradient of what was normalised. g = dy * weight, x_hat: [rows, columns]; rstd, the means: [rows].
 
     LayerNorm always normalises a row of one number to 0, so its gradient is 0. Compiled, g - g_mean would not
     be: it may be one fma with g's product, which keeps the product's rounding, and rstd is large there.
     """
-    if RMS:
+    if KIND == "rms_norm":
         centred = g - x_hat * gx_mean[:, None]
     elif HIDDEN == 1:
         centred = g * 0.0  # a NaN stays one
@@ -65,7 +65,7 @@ def _layer_norm_bwd_kernel(
     HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RMS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
 
@@ -84,22 +84,26 @@ def _layer_norm_bwd_kernel(
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        if RMS:
-            mean = tl.zeros((BLOCK_M,), tl.float32)
-        else:
+        mean = tl.zeros((BLOCK_M,), tl.float32)
+        rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if KIND == "layer_norm":
             mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        if KIND != "no_norm":
+            rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         dy, x_hat = _bwd_tile(
             dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN
         )
         g = dy * weight
-        if HIDDEN <= BLOCK_N:
-            g_mean = tl.sum(g, 1) / HIDDEN  # [BLOCK_M]
-            gx_mean = tl.sum(g * x_hat, 1) / HIDDEN
+        if KIND == "no_norm":
+            dz = g
         else:
-            g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
-            gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN, RMS)
+            if HIDDEN <= BLOCK_N:
+                g_mean = tl.sum(g, 1) / HIDDEN  # [BLOCK_M]
+                gx_mean = tl.sum(g * x_hat, 1) / HIDDEN
+            else:
+                g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
+                gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
+            dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN, KIND)
         if dsum_ptr is not None:
             dsum_at = dsum_ptr + rows[:, None] * HIDDEN + cols[None, :]
             dz += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
@@ -115,7 +119,7 @@ def _layer_norm_bwd_kernel(
             dweight += dy * x_hat
             dbias += dy
         if dx_bias_ptr is not None:
-            # Rows after the last have rstd and dsum 0, so dz 0.
+            # Rows after the last have rstd (of a NoNorm dy) and dsum 0, so dz 0.
             dx_bias += dz
     partial_at = program.to(tl.int64) * HIDDEN + cols
     if dweight_ptr is not None:
@@ -139,11 +143,11 @@ def _wide_bwd_means_kernel(
     n_rows,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RMS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """mean(g) and mean(g * x_hat) of one row, summed block by block."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    if RMS:
+    if KIND == "rms_norm":
         mean = tl.zeros((1,), tl.float32)
     else:
         mean = tl.load(mean_ptr + rows)

@@ -1,9 +1,10 @@
-// LayerNorm and RMSNorm of a run of rows, for one instruction set (see isa.h). Contract:
+// LayerNorm, RMSNorm and NoNorm of a run of rows, for one instruction set (see isa.h). Contract:
 // fastbert/ops/layer_norm.py.
 //
 // Math       z = residual + dropout(x + x_bias);  x_hat = (z - mean) rstd;  y = x_hat weight + bias
 //            dz = rstd (g - mean(g) - x_hat mean(g x_hat)) + dsum, g = dy weight
 //            RMSNorm: x_hat = z rstd, without mean(g); rstd is that of the mean of z z
+//            NoNorm: x_hat = z, dz = g + dsum
 // Tiling     Forward: one row at a time, with z in a float row in L1. Backward: four rows at a time, so that
 //            a column sum is loaded and stored once for four rows.
 // Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h.
@@ -37,7 +38,7 @@ void widen(const Param& param, float missing, float* out, std::int64_t hidden) {
 }
 
 // z of one row into `row_z`, also rounded into z_out if wanted; returns the sum of z, or of its squares.
-template <class T, bool kRms>
+template <class T, Norm kNorm>
 FASTBERT_INLINE float gather_row(const LayerNormFwd& args, const float* x_bias, std::int64_t row,
                                  const std::uint64_t* bits, float* row_z) {
     const std::int64_t hidden = args.hidden;
@@ -55,12 +56,12 @@ FASTBERT_INLINE float gather_row(const LayerNormFwd& args, const float* x_bias, 
         if (residual != nullptr) z = add(z, load(residual + j, n));
         if (z_out != nullptr) store(z_out + j, z, n);
         store(row_z + j, z, n);
-        total[k] = with_value<kRms>(total[k], z);
+        total[k] = with_value<kNorm>(total[k], z);
     });
     return sum4(total);
 }
 
-template <class T, bool kRms>
+template <class T, Norm kNorm>
 void forward_rows(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
                   std::int64_t begin, std::int64_t end, float* scratch) {
     const std::int64_t hidden = args.hidden;
@@ -69,18 +70,19 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
     const bool summed = args.residual != nullptr || x_bias != nullptr || bits != nullptr || args.z != nullptr;
     for (std::int64_t row = begin; row < end; ++row) {
         const float* z = scratch;
-        float total;
+        float total = 0.0f;
         if (sizeof(T) == sizeof(float) && !summed) {  // z is x itself
             z = static_cast<const float*>(args.x) + row * args.x_stride;
-            total = plain_sum<kRms>(z, hidden);
+            if (kNorm != Norm::kNone) total = plain_sum<kNorm>(z, hidden);
         } else {
             if (bits != nullptr) draw_bits(args.dropout, row, hidden, bits);
-            total = gather_row<T, kRms>(args, x_bias, row, bits, scratch);
+            total = gather_row<T, kNorm>(args, x_bias, row, bits, scratch);
         }
-        const Moments moments =
-            kRms ? rms_of(hidden, total, args.eps) : moments_of(z, hidden, total, args.eps);
-        if (!kRms && args.mean != nullptr) args.mean[row] = moments.mean + moments.correction;
-        if (args.rstd != nullptr) args.rstd[row] = moments.rstd;
+        Moments moments{0.0f, 0.0f, 1.0f};
+        if (kNorm == Norm::kRms) moments = rms_of(hidden, total, args.eps);
+        if (kNorm == Norm::kLayer) moments = moments_of(z, hidden, total, args.eps);
+        if (kNorm == Norm::kLayer && args.mean != nullptr) args.mean[row] = moments.mean + moments.correction;
+        if (kNorm != Norm::kNone && args.rstd != nullptr) args.rstd[row] = moments.rstd;
         T* y = static_cast<T*>(args.y) + row * hidden;
         normalise(z, moments, weight, bias, hidden,
                   [&](std::int64_t j, int n, Vec v) __attribute__((always_inline)) { store(y + j, v, n); });
@@ -88,7 +90,7 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
 }
 
 // Rows [row, row + kRows): dx, dresidual, and column sums added to `partial`.
-template <class T, bool kRms, int kRows>
+template <class T, Norm kNorm, int kRows>
 FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weight, std::int64_t row,
                                     float* partial, std::uint64_t* bits) {
     const std::int64_t hidden = args.hidden, bit_words = padded(hidden) / 64;
@@ -105,10 +107,10 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
     const NormRows<T> rows{hidden,
                            args.z_stride,
                            static_cast<const T*>(args.z) + row * args.z_stride,
-                           kRms ? nullptr : args.mean + row,
-                           args.rstd + row,
+                           kNorm == Norm::kLayer ? args.mean + row : nullptr,
+                           kNorm == Norm::kNone ? nullptr : args.rstd + row,
                            weight};
-    norm_backward<kRows, kRms>(
+    norm_backward<kRows, kNorm>(
         rows,
         [&](int r, std::int64_t j, int n)
             __attribute__((always_inline)) { return load(dy + r * args.dy_stride + j, n); },
@@ -128,27 +130,31 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
         });
 }
 
-template <class T, bool kRms>
+template <class T, Norm kNorm>
 void backward_rows(const LayerNormBwd& args, const float* weight, std::int64_t begin, std::int64_t end,
                    float* partial, float* scratch) {
     for (std::int64_t j = 0; j < 3 * padded(args.hidden); ++j) partial[j] = 0.0f;
     std::uint64_t* bits = reinterpret_cast<std::uint64_t*>(scratch);
     std::int64_t row = begin;
-    for (; row + 4 <= end; row += 4) backward_block<T, kRms, 4>(args, weight, row, partial, bits);
-    for (; row < end; ++row) backward_block<T, kRms, 1>(args, weight, row, partial, bits);
+    for (; row + 4 <= end; row += 4) backward_block<T, kNorm, 4>(args, weight, row, partial, bits);
+    for (; row < end; ++row) backward_block<T, kNorm, 1>(args, weight, row, partial, bits);
 }
 
 template <class T>
 void forward_as(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
                 std::int64_t begin, std::int64_t end, float* scratch) {
-    const auto rows = args.rms ? forward_rows<T, true> : forward_rows<T, false>;
+    const auto rows = args.none  ? forward_rows<T, Norm::kNone>
+                      : args.rms ? forward_rows<T, Norm::kRms>
+                                 : forward_rows<T, Norm::kLayer>;
     rows(args, weight, bias, x_bias, begin, end, scratch);
 }
 
 template <class T>
 void backward_as(const LayerNormBwd& args, const float* weight, std::int64_t begin, std::int64_t end,
                  float* partial, float* scratch) {
-    const auto rows = args.rms ? backward_rows<T, true> : backward_rows<T, false>;
+    const auto rows = args.none  ? backward_rows<T, Norm::kNone>
+                      : args.rms ? backward_rows<T, Norm::kRms>
+                                 : backward_rows<T, Norm::kLayer>;
     rows(args, weight, begin, end, partial, scratch);
 }
 

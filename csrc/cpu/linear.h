@@ -61,8 +61,8 @@ struct Product {
     bool wide_c;      // c is float32, whatever dtype is; pre and residual are null
     Gate gate;        // none where wide_c
     bool multiplies;  // c = residual * the rest, which is rounded first; not with a gate
-    // (columns,) of dtype, or null: c = norm_weight * the rest, which is rounded first, + norm_bias; not with
-    // a gate, nor where wide_c
+    // (columns,) of dtype, or null: c = norm_weight * (residual + the rest, which is rounded first) +
+    // norm_bias; not with a gate, nor where wide_c
     const void *norm_weight = nullptr, *norm_bias = nullptr;
 };
 

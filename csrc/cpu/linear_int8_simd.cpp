@@ -161,13 +161,12 @@ void finish_onto(const ProductInt8& args, PanelSums of, std::int64_t column, std
             const int n = static_cast<int>(less(columns - j, kLanes));
             const Vec held = load(y + j, onto ? n : 0);
             store(y + j, product_at(of, row, r, j), n);
-            const Vec rounded = load(y + j, n);
-            if (onto) store(y + j, adds ? add(held, rounded) : mul(held, rounded), n);
+            Vec z = load(y + j, n);
+            if (onto) z = adds ? add(held, z) : mul(held, z);
             if (args.norm_weight != nullptr)
-                store(y + j,
-                      fma(load(y + j, n), load(static_cast<const T*>(args.norm_weight) + column + j, n),
-                          load(static_cast<const T*>(args.norm_bias) + column + j, n)),
-                      n);
+                z = fma(z, load(static_cast<const T*>(args.norm_weight) + column + j, n),
+                        load(static_cast<const T*>(args.norm_bias) + column + j, n));
+            if (onto || args.norm_weight != nullptr) store(y + j, z, n);
         }
     }
 }

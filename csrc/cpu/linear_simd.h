@@ -54,13 +54,14 @@ void finish(const Product& args, const float* bias, const float* c, std::int64_t
             if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
             if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);
             z = activate<kind>(z, kIsFloat<T>);
+            if (args.multiplies || args.norm_weight != nullptr) z = rounded<T>(z);
             if (args.residual != nullptr) {
                 const T* residual = static_cast<const T*>(args.residual);
                 const Vec held = load(residual + (row + r) * args.residual_stride + column + j, n);
-                z = args.multiplies ? mul(rounded<T>(z), held) : add(z, held);
+                z = args.multiplies ? mul(z, held) : add(z, held);
             }
             if (args.norm_weight != nullptr)
-                z = fma(rounded<T>(z), load(static_cast<const T*>(args.norm_weight) + column + j, n),
+                z = fma(z, load(static_cast<const T*>(args.norm_weight) + column + j, n),
                         load(static_cast<const T*>(args.norm_bias) + column + j, n));
             store(static_cast<T*>(args.c) + at + j, z, n);
         }

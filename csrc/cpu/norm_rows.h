@@ -1,10 +1,10 @@
-// Rows of a LayerNorm or an RMSNorm, for one instruction set; shared by layer_norm_simd.cpp and
+// Rows of a LayerNorm, an RMSNorm or a NoNorm, for one instruction set; shared by layer_norm_simd.cpp and
 // embedding_simd.cpp.
 //
 // A row of z is stored in float, in L1. Precision: the variance takes two passes. The first computes the mean
 // m; the second also sums z - m, whose mean d corrects m (Chan, Golub, LeVeque 1983). So neither the rounding
 // of the first sum nor a mean far from 0 reaches the result. An RMSNorm subtracts nothing: its squares are
-// summed in the pass that computes z.
+// summed in the pass that computes z. A NoNorm has neither mean nor rstd.
 #pragma once
 
 #include "layer_norm.h"
@@ -25,23 +25,25 @@ FASTBERT_INLINE std::uint64_t bits_at(const std::uint64_t* bits, std::int64_t co
     return bits[column >> 6] >> (column & 63);
 }
 
+enum class Norm { kLayer, kRms, kNone };
+
 // Adds to the first pass over a row: its sum, or of an RMSNorm the sum of its squares.
-template <bool kRms>
+template <Norm kNorm>
 FASTBERT_INLINE Vec with_value(Vec total, Vec z) {
-    return kRms ? fma(z, z, total) : add(total, z);
+    return kNorm == Norm::kNone ? total : kNorm == Norm::kRms ? fma(z, z, total) : add(total, z);
 }
 
-template <bool kRms>
+template <Norm kNorm>
 FASTBERT_INLINE float plain_sum(const float* z, std::int64_t hidden) {
     Vec total[4] = {zero(), zero(), zero(), zero()};
     for_vectors(hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        total[k] = with_value<kRms>(total[k], load(z + j, n));
+        total[k] = with_value<kNorm>(total[k], load(z + j, n));
     });
     return sum4(total);
 }
 
 struct Moments {
-    float mean, correction, rstd;  // the mean is mean + correction; 0 of an RMSNorm
+    float mean, correction, rstd;  // the mean is mean + correction; 0 but of a LayerNorm
 };
 
 FASTBERT_INLINE Moments rms_of(std::int64_t hidden, float square_sum, double eps) {
@@ -78,8 +80,8 @@ FASTBERT_INLINE void normalise(const float* z, const Moments& moments, const flo
     });
 }
 
-// The inputs of backward for kRows rows: z rounded to T, the statistics, and the widened weight. An RMSNorm
-// has no mean.
+// The inputs of backward for kRows rows: z rounded to T, the statistics that the norm has, and the widened
+// weight.
 template <class T>
 struct NormRows {
     std::int64_t hidden, z_stride;
@@ -88,9 +90,10 @@ struct NormRows {
 };
 
 // A row's means of g = dy weight and of g x_hat; upstream(r, column, n) is dy of row r.
-template <bool kRms, class T, class Upstream>
+template <Norm kNorm, class T, class Upstream>
 FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& upstream, float& mean_g,
                                float& mean_gx) {
+    constexpr bool kRms = kNorm == Norm::kRms;
     const T* z = rows.z + r * rows.z_stride;
     const Vec centre = kRms ? zero() : broadcast(rows.mean[r]), scale = broadcast(rows.rstd[r]);
     Vec g_sum[4] = {zero(), zero(), zero(), zero()}, gx_sum[4] = {zero(), zero(), zero(), zero()};
@@ -108,22 +111,28 @@ FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& u
 
 // Backward of kRows rows. Calls each(column, n, dz), with one vector of dz per row, if dz is needed. Adds the
 // sums of dy x_hat and of dy over the rows to dweight and dbias (both null: not wanted).
-template <int kRows, bool kRms = false, class T, class Upstream, class Each>
+template <int kRows, Norm kNorm = Norm::kLayer, class T, class Upstream, class Each>
 FASTBERT_INLINE void norm_backward(const NormRows<T>& rows, const Upstream& upstream, float* dweight,
                                    float* dbias, bool need_dz, const Each& each) {
+    constexpr bool kRms = kNorm == Norm::kRms, kNone = kNorm == Norm::kNone;
     float mean_g[kRows] = {}, mean_gx[kRows] = {};
-    if (need_dz)
-        for (int r = 0; r < kRows; ++r) row_means<kRms>(rows, r, upstream, mean_g[r], mean_gx[r]);
+    if (need_dz && !kNone)
+        for (int r = 0; r < kRows; ++r) row_means<kNorm>(rows, r, upstream, mean_g[r], mean_gx[r]);
     for_vectors(rows.hidden, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
         const Vec w = load(rows.weight + j, n);
         Vec dw = zero(), db = zero(), dz[kRows];
         for (int r = 0; r < kRows; ++r) {
             const Vec grad = upstream(r, j, n);
-            const Vec scale = broadcast(rows.rstd[r]);
             const Vec z = load(rows.z + r * rows.z_stride + j, n);
-            const Vec x_hat = mul(kRms ? z : sub(z, broadcast(rows.mean[r])), scale);
             const Vec g = mul(grad, w);
-            dz[r] = mul(fnma(x_hat, broadcast(mean_gx[r]), kRms ? g : sub(g, broadcast(mean_g[r]))), scale);
+            Vec x_hat = z;
+            dz[r] = g;
+            if (!kNone) {
+                const Vec scale = broadcast(rows.rstd[r]);
+                x_hat = mul(kRms ? z : sub(z, broadcast(rows.mean[r])), scale);
+                dz[r] =
+                    mul(fnma(x_hat, broadcast(mean_gx[r]), kRms ? g : sub(g, broadcast(mean_g[r]))), scale);
+            }
             dw = fma(grad, x_hat, dw);
             db = add(db, grad);
         }

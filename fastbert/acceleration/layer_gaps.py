@@ -18,7 +18,7 @@ from fastbert.acceleration.classes import Accelerated, Options
 from fastbert.acceleration.watching import collects, is_sharded
 from fastbert.layers import bottleneck, disentangled, global_tokens
 from fastbert.layers.form import LayerForm
-from fastbert.layers.modules import is_hooked, part, plain_dropout, rms_eps, watched
+from fastbert.layers.modules import is_hooked, is_no_norm, part, plain_dropout, rms_eps, watched
 from fastbert.layers.quantized import check_finite
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES, Family
@@ -200,7 +200,7 @@ def _norms_gap(layer: Any, form: LayerForm, at_model: bool) -> str | None:
         module = _at(layer, path)
         # ModernBERT's first layer has no norm before attention
         empty = type(module) is nn.Identity and form.pre_norm
-        known = type(module) is nn.LayerNorm or rms_eps(module) is not None or bottleneck.is_no_norm(module)
+        known = type(module) is nn.LayerNorm or rms_eps(module) is not None or is_no_norm(module)
         if not (known or empty):
             return f"{dotted} is a {type(module).__name__}"
         if (reason := _weight_gap(module, at_model)) is not None:

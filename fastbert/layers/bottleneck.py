@@ -18,43 +18,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import Bottleneck, LayerForm, Parts, StockLayer
-from fastbert.layers.linear import apply_linear, apply_norm, dense_norm
-from fastbert.layers.modules import calls_all, is_hooked, part
+from fastbert.layers.linear import apply_linear, apply_norm, dense_norm, feed_forward_norm
+from fastbert.layers.modules import NoNorm, part
 from fastbert.layers.parts import Attention, Part, SelfAttention, two
-from fastbert.layers.pre_norm import dense_sum
 from fastbert.layers.quantized import copy_of
 
 INPUT, SHARED, OUTPUT = "bottleneck.input", "bottleneck.attention", "output.bottleneck"
 
 
-class NoNorm(nn.LayerNorm):
-    """x · weight + bias in place of LayerNorm, whose parameters it has.
-
-    Args:
-        width: size of the last dimension.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(…, width) -> (…, width), rounded once."""
-        return torch.addcmul(self.bias, input, self.weight)
-
-
 def norm_of(config: Any, width: int, eps: float = 1e-5) -> nn.LayerNorm:
     """A new norm as config normalization_type has it. Some of transformers' norms have PyTorch's eps."""
     return NoNorm(width) if config.normalization_type == "no_norm" else nn.LayerNorm(width, eps=eps)
-
-
-def is_no_norm(module: nn.Module) -> bool:
-    """Whether the module is `NoNorm`, or transformers' class of that name."""
-    kind = type(module)
-    stock = kind.__module__ == "transformers.models.mobilebert.modeling_mobilebert"
-    return kind is NoNorm or (stock and kind.__name__ == "NoNorm")
 
 
 def bottleneck_of(config: Any) -> Bottleneck:
@@ -152,44 +131,22 @@ def after_attention(
     own = rates[2] if steps.output is None else 0.0
     h = _narrowed(steps.residual, x)
     fuse, modules = parts.fuses_norm, (parts.attention_output, parts.attention_norm)
-    h = _sum_norm(*modules, context.flatten(1), h, fuse, rates[1], seed, site + 1)
+    h = dense_norm(*modules, context.flatten(1), h, rates[1], seed, site + 1, fuse)
     for up, down, norm in steps.feeds:
-        h = _sum_norm(down, norm, apply_linear(up, h, form.activation), h, fuse)
+        h = feed_forward_norm(up, down, norm, h, form.activation, 0.0, None, 0, fuse)
     inner = apply_linear(parts.intermediate, h, form.activation)
     if asked.taps is not None:
         inner = asked.taps.inner(asked.number, inner, batch)
-    h = _sum_norm(parts.output, parts.output_norm, inner, h, fuse, own, seed, site + 2)
+    h = dense_norm(parts.output, parts.output_norm, inner, h, own, seed, site + 2, fuse)
     if steps.output is None:
         return h
     dense, norm = steps.output
-    return _sum_norm(dense, norm, h, x, fuse, rates[2], seed, site + 2)
+    return dense_norm(dense, norm, h, x, rates[2], seed, site + 2, fuse)
 
 
 def _narrowed(step: tuple[Any, Any] | None, x: Tensor) -> Tensor:
     """norm(dense(x)), or x if there is no bottleneck."""
-    return x if step is None else _norm(step[1], apply_linear(step[0], x))
-
-
-def _sum_norm(
-    dense: Any,
-    norm: Any,
-    x: Tensor,
-    residual: Tensor,
-    fuse: bool,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    offset: int = 0,
-) -> Tensor:
-    """norm(residual + dropout(dense(x))); `fuse` says whether our op computes a LayerNorm."""
-    if dropout_p == 0.0 and is_no_norm(norm):
-        return _norm(norm, dense_sum(dense, x, residual))
-    return dense_norm(dense, norm, x, residual, dropout_p, seed, offset, fuse)
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    if is_no_norm(norm) and not is_hooked(norm) and not calls_all():
-        return torch.addcmul(norm.bias, x, norm.weight)
-    return apply_norm(norm, x)
+    return x if step is None else apply_norm(step[1], apply_linear(step[0], x))
 
 
 class Narrowing(Part):

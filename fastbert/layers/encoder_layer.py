@@ -21,7 +21,17 @@ from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.global_tokens import GlobalAttention
 from fastbert.layers.linear import all_plain
-from fastbert.layers.modules import attach, changed, is_hooked, is_plain, part, plain_dropout, watched
+from fastbert.layers.modules import (
+    NoNorm,
+    attach,
+    changed,
+    is_hooked,
+    is_no_norm,
+    is_plain,
+    part,
+    plain_dropout,
+    watched,
+)
 from fastbert.layers.parts import (
     PARTS,
     Activation,
@@ -79,7 +89,7 @@ class PackedLayer(nn.Module):
         else:
             steps = bottleneck.Steps.of(own, self)
             more, kind = steps.modules, type(norms[0])
-            kind = kind if bottleneck.is_no_norm(norms[0]) else bottleneck.NoNorm
+            kind = kind if is_no_norm(norms[0]) else NoNorm
             plain = all_plain([*linears, *more[0]], [*norms, *more[1]], kind)
         how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
         return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6], steps))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -23,14 +24,14 @@ from fastbert.layers.fake_quantized import (
 )
 from fastbert.layers.float8 import Float8Linear, fp8_joins, fp8_product, no_layer_operands
 from fastbert.layers.form import Half
-from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_plain, rms_eps
+from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_no_norm, is_plain, rms_eps
 from fastbert.layers.parts import activation_of
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.feed_forward import feed_forward, pays
-from fastbert.ops.layer_norm import layer_norm, rms_norm
+from fastbert.ops.layer_norm import layer_norm, no_norm, rms_norm
 from fastbert.ops.linear import forward_of, linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.ops.linear_norm import linear_norm, new_arrivals
@@ -258,14 +259,25 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
     return kind.product(x, owner, modules)
 
 
+def norm_op(module: Any) -> Callable[..., Any] | None:
+    """Our op with the norm's parameters; None if the norm must be called itself.
+
+    Our ops know nn.LayerNorm, RMSNorm (`rms_eps`) and NoNorm, without hooks.
+    """
+    found = None
+    if type(module) is nn.LayerNorm:
+        found = partial(layer_norm, weight=module.weight, bias=module.bias, eps=module.eps)
+    elif is_no_norm(module):
+        found = partial(no_norm, weight=module.weight, bias=module.bias)
+    elif (eps := rms_eps(module)) is not None:
+        found = partial(rms_norm, weight=module.weight, eps=eps)
+    return None if found is None or is_hooked(module) or not has_weight(module) else found
+
+
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), by our op if the module is a plain nn.LayerNorm, or an RMSNorm (`rms_eps`) without hooks."""
-    if is_plain(module, nn.LayerNorm) and has_weight(module) and not calls_all():
-        return cast(Tensor, layer_norm(x, module.weight, module.bias, eps=module.eps))
-    eps = rms_eps(module)
-    if eps is not None and not is_hooked(module) and has_weight(module) and not calls_all():
-        return cast(Tensor, rms_norm(x, cast(Tensor, module.weight), eps=eps))
-    return module(x)
+    """module(x), by `norm_op` if it may."""
+    op = None if calls_all() else norm_op(module)
+    return module(x) if op is None else op(x)
 
 
 def dense_norm(
@@ -282,14 +294,16 @@ def dense_norm(
 ) -> Tensor:
     """norm(residual + dropout(dense(x))).
 
-    If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
-    and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
+    If `fuse` is set and our op computes the norm, its pass also adds the linear layer's bias, drops, and adds
+    the residual; in inference a LayerNorm is one op with the product where that pays. `arrivals` keeps the
     counters of that op from call to call, in the order in which the device runs the calls. Under autocast
-    `rounds`, if given, gets the result once more, for a product that `takes_rounded`.
+    `rounds`, if given, gets the result once more, for a product that `takes_rounded`. Before a NoNorm the
+    product adds the bias, as it does where no residual follows.
     """
     if fuse and dropout_p == 0.0 and (y := _joined_norm(dense, norm, x, residual, arrivals)) is not None:
         return y
-    return _add_norm(norm, *product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounds)
+    product = (apply_linear(dense, x), None) if is_no_norm(norm) else product_and_bias(dense, x)
+    return _add_norm(norm, *product, residual, dropout_p, seed, offset, fuse, rounds)
 
 
 def feed_forward_norm(
@@ -422,19 +436,9 @@ def _add_norm(
     rounds: list[Tensor] | None = None,
 ) -> Tensor:
     """norm(residual + dropout(x + x_bias)); `rounds` gets the same for products, see `layer_norm`."""
-    if fuse and is_plain(norm, nn.LayerNorm):
-        found: Any = layer_norm(
-            x,
-            norm.weight,
-            norm.bias,
-            residual=residual,
-            x_bias=x_bias,
-            eps=norm.eps,
-            dropout_p=dropout_p,
-            seed=seed,
-            offset=offset,
-            rounded=rounds is not None,
-        )
+    if fuse and (op := norm_op(norm)) is not None:
+        how: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "offset": offset}
+        found = op(x, residual=residual, x_bias=x_bias, rounded=rounds is not None, **how)
         if rounds is None:
             return found
         rounds.append(found[1])

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.ops.checks import plain_torch
@@ -153,6 +153,25 @@ def rms_eps(norm: nn.Module) -> float | None:
     # The classes that compute another norm name it otherwise
     known = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
     return getattr(norm, "variance_epsilon", None) if known else None
+
+
+class NoNorm(nn.LayerNorm):
+    """x · weight + bias in place of LayerNorm, whose parameters it has.
+
+    Args:
+        width: size of the last dimension.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, width) -> (…, width), rounded once."""
+        return torch.addcmul(self.bias, input, self.weight)
+
+
+def is_no_norm(module: nn.Module) -> bool:
+    """Whether the module is `NoNorm`, or transformers' class of that name."""
+    kind = type(module)
+    stock = kind.__module__ == "transformers.models.mobilebert.modeling_mobilebert"
+    return kind is NoNorm or (stock and kind.__name__ == "NoNorm")
 
 
 def calls_all() -> str | None:

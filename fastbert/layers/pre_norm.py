@@ -27,12 +27,12 @@ from fastbert.layers.linear import (
     dropped,
     is_empty,
     joins_products,
+    norm_op,
     product_and_bias,
     weight_panels,
 )
-from fastbert.layers.modules import calls_all, is_hooked, is_plain, rms_eps
+from fastbert.layers.modules import calls_all, is_plain
 from fastbert.ops.feed_forward import feed_forward
-from fastbert.ops.layer_norm import layer_norm, rms_norm
 from fastbert.ops.linear import linear
 
 
@@ -98,15 +98,9 @@ def dense_sum_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z) with z = residual + dropout(dense(x)); one pass after the product, as in `dense_norm`."""
     x, x_bias = product_and_bias(dense, x)
-    eps = rms_eps(norm)
-    if fuse and not is_hooked(norm) and (eps is not None or type(norm) is nn.LayerNorm):
-        how: Any = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
-        how |= {"residual": residual, "x_bias": x_bias}
-        if isinstance(norm, nn.LayerNorm):
-            found = layer_norm(x, norm.weight, norm.bias, eps=norm.eps, **how)
-        else:
-            found = rms_norm(x, cast(Tensor, norm.weight), eps=cast(float, eps), **how)
-        return cast(tuple[Tensor, Tensor], found)
+    if fuse and (op := norm_op(norm)) is not None:
+        how: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
+        return op(x, residual=residual, x_bias=x_bias, **how)
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:

@@ -1,4 +1,4 @@
-r"""LayerNorm and RMSNorm with the residual sum, the bias of the linear before and dropout in the same pass.
+r"""LayerNorm, RMSNorm and NoNorm with the residual sum, a linear layer's bias and dropout in the same pass.
 
 Forward, per row of `hidden` elements, in float32 (float64 for float64 input):
 
@@ -13,8 +13,8 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 RMSNorm has no mean: rstd = 1 / sqrt(Σ z² / hidden + eps), y = z * rstd * weight, and backward is the same
-without the term mean(g). Where z is returned too, as layers that normalise first need it, its gradient is
-added to dz.
+without the term mean(g). NoNorm has no statistics: x_hat = z and dz = g. Where z is returned too, as layers
+that normalise first need it, its gradient is added to dz.
 
 `z` is rounded to the storage dtype only to be saved or returned; the statistics come from the unrounded sum.
 Where `x` is of half precision and `residual` in float32, as in training under autocast, y, z and dresidual
@@ -25,7 +25,8 @@ In narrow rows that rounding is not small compared with the deviation. So half-p
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
 Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1;
-Zhang, Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+Zhang, Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4; Sun et al. 2020, "MobileBERT: a Compact
+Task-Agnostic BERT for Resource-Limited Devices", eq. 3 (NoNorm).
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ from fastbert.runtime import dispatch
 
 # Columns up to which a row of half precision is computed and saved in float32.
 NARROW = 8
+# The kinds of norm, by the names of their public functions.
+KINDS = ("layer_norm", "rms_norm", "no_norm")
 
 
 class LayerNormInputs(NamedTuple):
     """What forward computes from; `x` is (rows, hidden), in `residual`'s dtype or in half precision.
 
     Attributes:
-        rms: whether the norm is RMSNorm.
+        kind: one of `KINDS`.
         return_sum: whether z is an output also where backward does not need it.
     """
 
@@ -61,12 +64,15 @@ class LayerNormInputs(NamedTuple):
     dropout_p: float = 0.0
     seed: TensorOrNone = None
     offset: int = 0
-    rms: bool = False
+    kind: str = "layer_norm"
     return_sum: bool = False
 
 
 class LayerNormSaved(NamedTuple):
-    """What backward computes from, besides the gradients of forward's outputs; `mean` is empty for `rms`."""
+    """What backward computes from, besides the gradients of forward's outputs.
+
+    RMSNorm has an empty `mean`; NoNorm also has an empty `rstd`.
+    """
 
     z: Tensor
     weight: Tensor
@@ -75,7 +81,7 @@ class LayerNormSaved(NamedTuple):
     dropout_p: float = 0.0
     seed: TensorOrNone = None
     offset: int = 0
-    rms: bool = False
+    kind: str = "layer_norm"
 
 
 class LayerNormNeeds(NamedTuple):
@@ -126,11 +132,12 @@ def layer_norm_ref(
     eps: float = 1e-12,
     dropout_p: float = 0.0,
     keep_mask: Tensor | None = None,
-    rms: bool = False,
+    kind: str = "layer_norm",
 ) -> Tensor:
     """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32.
 
-    `keep_mask` (the shape of `x`, bool) says which elements dropout keeps; None keeps all. `rms` is RMSNorm.
+    `keep_mask` (the shape of `x`, bool) says which elements dropout keeps; None keeps all. `kind`: see
+    `KINDS`.
     """
     compute = checks.compute_dtype(x)
     z = x.to(compute)
@@ -140,12 +147,24 @@ def layer_norm_ref(
         z = z * keep_mask / (1.0 - dropout_p)
     if residual is not None:
         z = z + residual.to(compute)
-    centred = z if rms else z - z.mean(-1, keepdim=True)
-    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = centred * rstd * weight.to(compute)
+    if kind == "layer_norm":
+        z = z - z.mean(-1, keepdim=True)
+    if kind != "no_norm":
+        z = z * (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = z * weight.to(compute)
     if bias is not None:
         y = y + bias.to(compute)
     return y.to(x.dtype)
+
+
+def statistics(kind: str, rows: int) -> tuple[int, int]:
+    """The elements of `mean` and of `rstd` for as many rows."""
+    return rows if kind == "layer_norm" else 0, 0 if kind == "no_norm" else rows
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
@@ -166,30 +185,34 @@ def layer_norm_fwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
-    rms: bool,
+    kind: str,
     return_sum: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not needed (see the module)."""
+    _check_kind(kind)
     hidden = checks.matrix("x", x)[1]
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         checks.operand(name, vector, (hidden,), (x.dtype, torch.float32), x)
     checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
     checks.dropout(dropout_p, seed, offset, x)
-    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum)
+    inputs = LayerNormInputs(
+        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum
+    )
     return dispatch.call(_FORWARD_OF_TRAINING if save else "layer_norm_fwd", x, inputs, save)
 
 
 @layer_norm_fwd.register_fake
-def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum, save):
-    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum)
+def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum, save):
+    inputs = LayerNormInputs(
+        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum
+    )
     stats = checks.compute_dtype(x)
-    rows = x.shape[0] if save else 0
+    rows = statistics(kind, x.shape[0] if save else 0)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty(x.shape if stores_sum(inputs, save) else (0,)),
-        x.new_empty((0 if rms else rows,), dtype=stats),
-        x.new_empty((rows,), dtype=stats),
+        *(x.new_empty((count,), dtype=stats) for count in rows),
     )
 
 
@@ -203,7 +226,7 @@ def layer_norm_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
-    rms: bool,
+    kind: str,
     need_dx: bool,
     need_dweight: bool,
     need_dxbias: bool,
@@ -215,20 +238,21 @@ def layer_norm_bwd(
     A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` includes
     dbias. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
+    _check_kind(kind)
     rows, hidden = checks.matrix("z", z)
     checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)
     checks.operand("dsum", dsum, z.shape, (z.dtype,), z)
     checks.operand("weight", weight, (hidden,), (z.dtype, torch.float32), z)
-    for name, statistic, count in (("mean", mean, 0 if rms else rows), ("rstd", rstd, rows)):
+    for name, statistic, count in zip(("mean", "rstd"), (mean, rstd), statistics(kind, rows), strict=True):
         checks.operand(name, statistic, (count,), (checks.compute_dtype(z),), z)
     checks.dropout(dropout_p, seed, offset, z)
-    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset, rms)
+    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset, kind)
     need = LayerNormNeeds(need_dx, need_dweight, need_dxbias, need_dresidual)
     return dispatch.call(_BACKWARD, dy, dy, saved, need, *_present(None, dsum))
 
 
 @layer_norm_bwd.register_fake
-def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, rms, *needs_and_dsum):
+def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, kind, *needs_and_dsum):
     need_dx, need_dweight, need_dxbias, need_dresidual = needs_and_dsum[:4]
     hidden = z.shape[1]
     return (
@@ -250,7 +274,7 @@ def _setup_context(ctx, inputs: LayerNormInputs, output):
     ctx.dropout_p, ctx.offset, ctx.x_dtype = inputs.dropout_p, inputs.offset, inputs.x.dtype
     ctx.bias_dtype = None if inputs.bias is None else inputs.bias.dtype
     ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
-    ctx.rms = inputs.rms
+    ctx.kind = inputs.kind
 
 
 def _backward(
@@ -261,7 +285,7 @@ def _backward(
     z, weight, mean, rstd, seed = ctx.saved_tensors
     if dy is None:
         dy, drounded = torch.zeros_like(z) if drounded is None else drounded.float(), None
-    saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset, ctx.rms)
+    saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset, ctx.kind)
     x, weight_wanted, bias, residual, x_bias = ctx.needs_input_grad[:5]
     need = LayerNormNeeds(x, weight_wanted or bias, x_bias, residual, ctx.x_dtype)
     more = (None if t is None else t.contiguous() for t in (drounded, dsum))
@@ -378,10 +402,8 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization".
     """
-    inputs = LayerNormInputs(
-        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, False, return_sum
-    )
-    return _norm(inputs, rounded)
+    options = eps, dropout_p, seed, offset, "layer_norm", return_sum
+    return _norm(LayerNormInputs(x, weight, bias, residual, x_bias, *options), rounded)
 
 
 def rms_norm(
@@ -414,15 +436,46 @@ def rms_norm(
 
     Source: Zhang, Sennrich 2019, "Root Mean Square Layer Normalization".
     """
-    inputs = LayerNormInputs(
-        x, weight, None, residual, x_bias, eps, dropout_p, seed, offset, True, return_sum
-    )
-    return _norm(inputs, rounded)
+    options = eps, dropout_p, seed, offset, "rms_norm", return_sum
+    return _norm(LayerNormInputs(x, weight, None, residual, x_bias, *options), rounded)
+
+
+def no_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    rounded: bool = False,
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """weight · (residual + dropout(x + x_bias)) + bias, in one pass: MobileBERT's NoNorm, without statistics.
+
+    Args:
+        x: (..., hidden), float32, bfloat16, float16 or float64.
+        weight, bias: (hidden,), of any of these dtypes; `bias` may be None.
+        residual, x_bias, dropout_p, seed, offset: as in `layer_norm`.
+        rounded, return_sum: as in `layer_norm`.
+
+    Returns:
+        y of the shape of `x`, or what `layer_norm` returns with `rounded` or `return_sum`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+
+    Source: Sun et al. 2020, "MobileBERT: a Compact Task-Agnostic BERT for Resource-Limited Devices", eq. 3.
+    """
+    options = 0.0, dropout_p, seed, offset, "no_norm", return_sum
+    return _norm(LayerNormInputs(x, weight, bias, residual, x_bias, *options), rounded)
 
 
 def _norm(inputs: LayerNormInputs, rounded: bool) -> Tensor | tuple[Tensor, ...]:
-    """Both norms, of arguments as they came."""
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, return_sum = inputs
+    """All kinds, of arguments as they came."""
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum = inputs
     checks.float_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
@@ -448,7 +501,7 @@ def _norm(inputs: LayerNormInputs, rounded: bool) -> Tensor | tuple[Tensor, ...]
     twice = rounded and x.dtype != dtype and residual is not None and residual.dtype == dtype
     residual = None if residual is None else checks.rows(residual)
     inputs = LayerNormInputs(
-        x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset, rms, return_sum
+        x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset, kind, return_sum
     )
     if return_sum and not summed(inputs):
         inputs = inputs._replace(return_sum=False)

@@ -33,20 +33,23 @@ needs_cuda_part = pytest.mark.skipif(
 )
 
 
-# residual, x_bias, bias, dropout_p, dtype of the parameters, whether it is RMSNorm that returns its sum
+# residual, x_bias, bias, dropout_p, dtype of the parameters, kind; all but LayerNorm return their sum
 OPTIONS = (
-    (False, False, True, 0.0, None, False),
-    (True, True, True, 0.0, torch.float32, False),
-    (True, False, False, 0.25, None, False),
-    (False, True, True, 0.5, torch.float32, False),
-    (True, True, False, 0.25, torch.float32, True),
-    (False, False, False, 0.0, None, True),
+    (False, False, True, 0.0, None, "layer_norm"),
+    (True, True, True, 0.0, torch.float32, "layer_norm"),
+    (True, False, False, 0.25, None, "layer_norm"),
+    (False, True, True, 0.5, torch.float32, "layer_norm"),
+    (True, True, False, 0.25, torch.float32, "rms_norm"),
+    (False, False, False, 0.0, None, "rms_norm"),
+    (True, True, True, 0.25, torch.float32, "no_norm"),
+    (False, False, True, 0.0, None, "no_norm"),
 )
 
 
 def both_ways(rows, hidden, dtype, options):
     """Forward and backward of the backend, each output against float64."""
-    has_residual, has_x_bias, has_bias, p, param_dtype, rms = options
+    has_residual, has_x_bias, has_bias, p, param_dtype, kind = options
+    returns_sum = kind != "layer_norm"
     param_dtype = param_dtype or dtype
     x, x_memory = strided_rows(rows, hidden, dtype, 5, seed=1)
     residual, residual_memory = strided_rows(rows, hidden, dtype, 3, seed=2)
@@ -58,14 +61,15 @@ def both_ways(rows, hidden, dtype, options):
     x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
     seed = SEED if p else None
 
-    inputs = (x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, rms, rms)
+    inputs = (x, weight, bias, residual, x_bias, 1e-5, p, seed, OFFSET, kind, returns_sum)
     y, z, mean, rstd = layer_norm_fwd(cpu, *inputs, True)
     truth = layer_norm_fwd(reference, *in_float64(*inputs), True)
     assert y.dtype == dtype
     assert mean.dtype == rstd.dtype == torch.float32
     summed = x if truth[1].shape == (0,) else truth[1]
     # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
-    scale = truth[3].max().item() ** 2 * summed.abs().max().item() + 1 if rows else 1.0
+    largest = truth[3].max().item() if truth[3].numel() else 1.0
+    scale = largest**2 * summed.abs().max().item() + 1 if rows else 1.0
     assert_rounds_to(y, truth[0], scale, "y")
     assert_rounds_to(z, truth[1], 1.0, "z")
     assert_rounds_to(mean, truth[2], 1.0, "mean")
@@ -73,14 +77,14 @@ def both_ways(rows, hidden, dtype, options):
     unsaved = layer_norm_fwd(cpu, *inputs, False)
     assert torch.equal(unsaved[0], y)
     assert [t.shape for t in unsaved[2:]] == [(0,)] * 2
-    assert torch.equal(unsaved[1], z if rms else z.new_empty(0))
+    assert torch.equal(unsaved[1], z if returns_sum else z.new_empty(0))
 
-    saved = (dy, z if z.numel() else x, weight, mean, rstd, p, seed, OFFSET, rms)
+    saved = (dy, z if z.numel() else x, weight, mean, rstd, p, seed, OFFSET, kind)
     needs = (True, True, has_x_bias, has_residual)
-    dsum = randn(rows, hidden, dtype=dtype, seed=7) if rms and has_residual else None
+    dsum = randn(rows, hidden, dtype=dtype, seed=7) if returns_sum and has_residual else None
     grads = layer_norm_bwd(cpu, *saved, *needs, dsum=dsum)
     truth = layer_norm_bwd(reference, *in_float64(*saved), *needs, dsum=in_float64(dsum)[0])
-    scale = rstd.max().item() ** 2 * (1 + summed.abs().max().item()) * 4 if rows else 1.0
+    scale = largest**2 * (1 + summed.abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
     assert_rounds_to(grads[0], truth[0], scale, "dx")
     assert_rounds_to(grads[1], truth[1], scale, "dresidual")
@@ -266,7 +270,7 @@ def test_cuda_launch_without_a_device_raises_its_error():
     vectors = (memory.data_ptr(), 0) * 2 + (0, 0)
     with pytest.raises(RuntimeError, match=r"(?i)cuda|driver|device"):
         _C.cuda_layer_norm_fwd(
-            0, 1, 8, *row, *row, *vectors, 1e-5, False, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0, 0, 0
+            0, 1, 8, *row, *row, *vectors, 1e-5, 0, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0, 0, 0
         )
 
 

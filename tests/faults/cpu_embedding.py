@@ -40,7 +40,7 @@ FAULTS = (
     _fault("bias forgotten", "fma(x_hat, load(weight + j, n), load(bias + j, n))", "mul(x_hat, load(weight + j, n))", _ROWS),
     _fault("mean of g forgotten", "kRms ? g : sub(g, broadcast(mean_g[r]))", "g", _ROWS),
     _fault("mean of g x_hat forgotten", "fnma(x_hat, broadcast(mean_gx[r]), ", "fnma(zero(), broadcast(mean_gx[r]), ", _ROWS),
-    _fault("means of the first row for all", "row_means<kRms>(rows, r, upstream, mean_g[r], mean_gx[r])", "row_means<kRms>(rows, 0, upstream, mean_g[r], mean_gx[r])", _ROWS),
+    _fault("means of the first row for all", "row_means<kNorm>(rows, r, upstream, mean_g[r], mean_gx[r])", "row_means<kNorm>(rows, 0, upstream, mean_g[r], mean_gx[r])", _ROWS),
     _fault("dbias overwritten", "store(dbias + j, add(load(dbias + j, n), db), n);", "store(dbias + j, db, n);", _ROWS),
     # backward of a token
     _fault("dropout forgotten in backward", "return dropout ? kept(mul(grad, keep_scale), bits_at(bits + r * bit_words, j)) : grad;", "return grad;"),

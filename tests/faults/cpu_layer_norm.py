@@ -1,4 +1,4 @@
-"""Faults of the C++ RMSNorm and of the returned sum; cpu_embedding.py has those of LayerNorm's rows."""
+"""Faults of the C++ RMSNorm, NoNorm and returned sum; cpu_embedding.py has those of LayerNorm's rows."""
 
 # ruff: noqa: E501 (a table)
 
@@ -10,13 +10,22 @@ _fault = faults_of(_SIMD)
 
 FAULTS = (
     # RMSNorm
-    _fault("values summed, not squares", "kRms ? fma(z, z, total) : add(total, z)", "add(total, z)", _ROWS),
-    _fault("mean subtracted", "kRms ? rms_of(hidden, total, args.eps) : moments_of", "kRms ? moments_of(z, hidden, plain_sum<false>(z, hidden), args.eps) : moments_of"),
+    _fault("values summed, not squares", "kNorm == Norm::kRms ? fma(z, z, total) : add(total, z)", "add(total, z)", _ROWS),
+    _fault("mean subtracted", "moments = rms_of(hidden, total, args.eps)", "moments = moments_of(z, hidden, plain_sum<Norm::kLayer>(z, hidden), args.eps)"),
     _fault("mean of the squares not taken", "square_sum / static_cast<double>(hidden)", "square_sum", _ROWS),
     _fault("eps forgotten", "square_sum / static_cast<double>(hidden) + eps", "square_sum / static_cast<double>(hidden)", _ROWS),
-    _fault("rstd saved only beside a mean", "if (args.rstd != nullptr)", "if (args.mean != nullptr)"),
+    _fault("rstd saved only beside a mean", "kNorm != Norm::kNone && args.rstd != nullptr", "kNorm != Norm::kNone && args.mean != nullptr"),
     _fault("mean of g subtracted", "kRms ? g : sub(g, broadcast(mean_g[r]))", "sub(g, broadcast(mean_gx[r]))", _ROWS),
     _fault("z not scaled in backward", "mul(kRms ? z : sub(z, broadcast(rows.mean[r])), scale)", "kRms ? z : mul(sub(z, broadcast(rows.mean[r])), scale)", _ROWS),
+    # NoNorm
+    _fault("NoNorm's row scaled", "Moments moments{0.0f, 0.0f, 1.0f};", "Moments moments{0.0f, 0.0f, 0.5f};"),
+    _fault("NoNorm normalised", "if (kNorm == Norm::kRms) moments", "if (kNorm != Norm::kLayer) moments"),
+    _fault("NoNorm's rstd saved", "if (kNorm != Norm::kNone && args.rstd != nullptr)", "if (args.rstd != nullptr)"),
+    _fault("NoNorm's weight forgotten in backward", "            dz[r] = g;\n", "            dz[r] = grad;\n", _ROWS),
+    _fault("NoNorm's z forgotten in dweight", "            Vec x_hat = z;\n", "            Vec x_hat = w;\n", _ROWS),
+    _fault("gradient of a norm for NoNorm", "            if (!kNone) {\n", "            if (true) {\n", _ROWS),
+    _fault("NoNorm taken for RMSNorm", "args.none  ? forward_rows<T, Norm::kNone>", "args.none  ? forward_rows<T, Norm::kRms>"),
+    _fault("NoNorm's backward taken for RMSNorm's", "args.none  ? backward_rows<T, Norm::kNone>", "args.none  ? backward_rows<T, Norm::kRms>"),
     # the returned sum
     _fault("statistics from the rounded sum", "store(row_z + j, z, n);", "if (z_out != nullptr) z = load(z_out + j, n);\n        store(row_z + j, z, n);"),
     _fault("x_bias not in the sum", "if (z_out != nullptr) store(z_out + j, z, n);", "if (z_out != nullptr) store(z_out + j, x_bias != nullptr ? sub(z, load(x_bias + j, n)) : z, n);"),

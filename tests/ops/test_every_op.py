@@ -134,6 +134,7 @@ LEADING = {  # operands with any number of leading dimensions
     "embedding": ("input_ids", "position_ids", "token_type_ids"),
     "feed_forward": ("x",),
     "layer_norm": ("x", "residual"),
+    "layer_norm, none": ("x", "residual"),
     "layer_norm, rms": ("x", "residual"),
     "linear": ("x", "residual"),
     "linear_fp8": ("x",),

@@ -1,4 +1,4 @@
-"""`layer_norm` and `rms_norm`: gradients, compilation, layouts, autocast, dropout, bad inputs.
+"""`layer_norm`, `rms_norm` and `no_norm`: gradients, compilation, layouts, autocast, dropout, bad inputs.
 
 On every backend that serves the CPU here; the Triton kernels have a file of their own.
 """
@@ -13,11 +13,12 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import layer_norm, layer_norm_ref, rms_norm
+from fastbert.ops.layer_norm import layer_norm, layer_norm_ref, no_norm, rms_norm
 from tests.support.inputs import name, randn
 from tests.support.ops import HALF, assert_compiled_is_eager, pinned
 
 backend = pinned("layer_norm")
+NORMS = (partial(layer_norm, eps=1e-5), no_norm, partial(rms_norm, eps=1e-6))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -82,7 +83,8 @@ def test_y_once_more_is_y_where_nothing_is_rounded(backend):
 def test_reference_is_what_pytorch_defines():
     x, w, b = (randn(*s, dtype=torch.float64) for s in ((5, 12), (12,), (12,)))
     torch.testing.assert_close(layer_norm_ref(x, w, b, eps=1e-5), F.layer_norm(x, (12,), w, b, 1e-5))
-    torch.testing.assert_close(layer_norm_ref(x, w, eps=1e-5, rms=True), F.rms_norm(x, (12,), w, 1e-5))
+    torch.testing.assert_close(layer_norm_ref(x, w, eps=1e-5, kind="rms_norm"), F.rms_norm(x, (12,), w, 1e-5))
+    torch.testing.assert_close(layer_norm_ref(x, w, b, kind="no_norm"), x * w + b)
 
 
 def test_variance_survives_a_large_mean(backend):
@@ -141,7 +143,7 @@ def test_compiled_is_eager():
         dropped = {"dropout_p": 0.2, "seed": seed, "offset": 4}
         y, z = layer_norm(x.transpose(0, 1), w, b, residual=r, x_bias=xb, **dropped, return_sum=True)
         y, z = rms_norm(y, w, residual=z, eps=1e-6, return_sum=True)
-        return y * rms_norm(z, w, eps=1e-6)
+        return no_norm(y * rms_norm(z, w, eps=1e-6), w, b, residual=z, **dropped)
 
     def inputs(tokens):
         return [randn(*s, grad=True) for s in ((4, tokens, 8), (8,), (8,), (tokens, 4, 8), (8,))]
@@ -167,19 +169,18 @@ def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtyp
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(
     "dtypes", [(d, d) for d in (torch.float32, *HALF)] + [(d, torch.float32) for d in HALF]
 )
 @pytest.mark.parametrize("hidden", [8, 33, 96])
-def test_the_sum_is_returned(backend, hidden, dtypes, dropout_p, rms):
+def test_the_sum_is_returned(backend, hidden, dtypes, dropout_p, norm):
     """It is rounded once; y is the same without it, and its gradient passes the norm."""
     x, r = (randn(6, hidden, dtype=d, grad=True) for d in dtypes)
     w, xb, seed = randn(hidden, grad=True), randn(hidden, grad=True), torch.tensor([5])
     leaves, dy, dsum = (x, r, w, xb), randn(6, hidden, dtype=dtypes[1]), randn(6, hidden, dtype=dtypes[1])
-    options = {"residual": r, "x_bias": xb, "dropout_p": dropout_p, "seed": seed, "eps": 1e-5}
-    norm = rms_norm if rms else layer_norm
+    options = {"residual": r, "x_bias": xb, "dropout_p": dropout_p, "seed": seed}
     alone, (y, z) = (norm(x, w, **options, return_sum=returned) for returned in (False, True))
     assert torch.equal(y, alone)
     kept = x.float() + xb
@@ -206,7 +207,7 @@ def test_the_sum_is_returned(backend, hidden, dtypes, dropout_p, rms):
 
 def test_the_sum_of_x_alone_is_x(backend):
     x, w = randn(3, 16, grad=True), randn(16)
-    for norm in (layer_norm, partial(rms_norm, eps=1e-6)):
+    for norm in NORMS:
         y, z = norm(x, w, return_sum=True)
         assert z is x
         (dx,) = torch.autograd.grad((y, z), x, (torch.zeros(3, 16), torch.ones(3, 16)))
@@ -241,6 +242,7 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
 def test_bad_inputs(change, error, message):
-    for norm in (layer_norm, partial(rms_norm, eps=1e-6))[: 1 + ("bias" not in change)]:
+    takers = [layer_norm, *([] if "eps" in change else [no_norm]), *([] if "bias" in change else NORMS[2:])]
+    for norm in takers:
         with pytest.raises(error, match=message):
             norm(**{"x": X, "weight": W, **change})

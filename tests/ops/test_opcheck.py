@@ -25,8 +25,9 @@ def variants(name, base, schema):
         yield {needed: False}
         if name.endswith("_bwd"):
             yield dict.fromkeys(needs, False) | {needed: True}
-    if "rms" in base:
-        yield {"rms": True} | ({"mean": base["mean"][:0]} if "mean" in base else {})
+    for kind, absent in (("rms_norm", ["mean"]), ("no_norm", ["mean", "rstd"])):
+        if "kind" in base:
+            yield {"kind": kind} | {name: base[name][:0] for name in absent if name in base}
     optional = {a.name for a in schema.arguments if str(a.type).startswith("Optional")}
     for left_out in optional & set(LEFT_OUT):
         if f"need_d{left_out}" not in base and base[left_out] is not None:

@@ -45,7 +45,7 @@ def test_every_width(emulated, hidden, dtype):
     wanted = {"residual": True, "x_bias": True, "dropout_p": 0.25}
     for half_x in (False, True)[: 1 + (dtype == torch.float32)]:
         assert broken_rules(LayerNormCase(5, hidden, **wanted, half_x=half_x), dtype) == []
-    assert broken_rules(LayerNormCase(5, hidden, **wanted, rms=True, return_sum=True), dtype) == []
+    assert broken_rules(LayerNormCase(5, hidden, **wanted, norm="rms_norm", return_sum=True), dtype) == []
 
 
 @pytest.mark.parametrize(("dtype", "p"), zip(DTYPES[1:], (0.25, 0.0), strict=True))

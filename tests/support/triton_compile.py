@@ -88,14 +88,14 @@ def call_layer_norm_all(kernels, dtype, hidden: int) -> None:
     layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
 
 
-def call_rms_norm_all(kernels, dtype, hidden: int) -> None:
-    """Launch RMSNorm, and its backward with the gradient of the sum."""
+def call_other_norm_all(kind: str, kernels, dtype, hidden: int) -> None:
+    """Launch RMSNorm or NoNorm, and its backward with the gradient of the sum."""
     t = empty(dtype)
     x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
     seed = t(1, dtype=I64)
-    inputs = LayerNormInputs(x, weight, None, x, weight, 1e-6, 0.1, seed, 3, True, True)
+    inputs = LayerNormInputs(x, weight, None, x, weight, 1e-6, 0.1, seed, 3, kind, True)
     kernels.layer_norm_fwd(inputs, True)
-    saved = LayerNormSaved(x, weight, t(0, dtype=FP32), rstd, 0.1, seed, 3, True)
+    saved = LayerNormSaved(x, weight, t(0, dtype=FP32), rstd, 0.1, seed, 3, kind)
     kernels.layer_norm_bwd(x, saved, LayerNormNeeds(True, True, True, True), None, x)
 
 
@@ -342,7 +342,8 @@ def layer_norm_jobs(kernels, full: bool) -> Jobs:
         if full or (dtype == BF16 and (hidden == 768 or (arch == 90 and hidden in few))):
             call = partial(call_layer_norm_mixed, kernels, dtype, hidden)
             yield title(dtype, "float32", hidden, "all"), arch, call
-    calls = {"all": call_layer_norm_all, "plain": call_layer_norm_plain, "rms": call_rms_norm_all}
+    calls = {"all": call_layer_norm_all, "plain": call_layer_norm_plain}
+    calls |= {kind: partial(call_other_norm_all, kind) for kind in ("rms_norm", "no_norm")}
     for arch, dtype, hidden, name in product(SHARED_LIMIT, (FP32, BF16, FP16), widths, calls):
         default = dtype == BF16 and hidden == 768
         if arch == 90:

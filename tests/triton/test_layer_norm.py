@@ -12,6 +12,7 @@ from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import KINDS
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 from tests.support.triton_fixtures import (
@@ -71,7 +72,7 @@ def forward_args(
     x_bias=True,
     p=0.25,
     eps=1e-12,
-    rms=False,
+    kind="layer_norm",
     return_sum=False,
     save=True,
 ):
@@ -89,7 +90,7 @@ def forward_args(
         "dropout_p": p,
         "seed": torch.tensor([99], device=DEVICE) if p else None,
         "offset": 11,
-        "rms": rms,
+        "kind": kind,
         "return_sum": return_sum,
         "save": save,
     }
@@ -119,7 +120,8 @@ def everything(rows: int, hidden: int, **options: bool) -> LayerNormCase:
 def test_every_width(width):
     check(everything(3, width), DTYPES[width % 3])
     if width < 131:
-        check(everything(3, width, rms=True, return_sum=True), DTYPES[(width + 1) % 3])
+        check(everything(3, width, norm="rms_norm", return_sum=True), DTYPES[(width + 1) % 3])
+    check(everything(3, width, norm="no_norm"), DTYPES[(width + 2) % 3])
     if width < 16:
         check(everything(3, width), torch.float32)
 
@@ -232,7 +234,8 @@ def test_dropout_of_the_first_words_of_random123():
         {"residual": True},
         {"x_bias": True},
         {"p": 0.25},
-        {"residual": True, "rms": True, "return_sum": True},
+        {"residual": True, "kind": "rms_norm", "return_sum": True},
+        {"residual": True, "kind": "no_norm", "return_sum": True},
     ],
     ids=str,
 )
@@ -292,7 +295,7 @@ def fuzzed_cases(draw):
         x_bias=draw(st.booleans()),
         dropout_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
         bias=draw(st.booleans()),
-        rms=draw(st.booleans()),
+        norm=draw(st.sampled_from(KINDS)),
         return_sum=draw(st.booleans()),
     )
     return case, dtype, draw(st.integers(0, 2**20))

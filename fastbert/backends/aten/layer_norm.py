@@ -23,9 +23,9 @@ DTYPES = FLOATS
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
-    if rms:
-        # PyTorch's own fused RMSNorm is not in every version that is served.
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, _ = inputs
+    if kind != "layer_norm":
+        # PyTorch's own fused RMSNorm is not in every version that is served. A NoNorm has no faster form.
         return reference.layer_norm_fwd(inputs, save, rounded)
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
@@ -67,8 +67,8 @@ def layer_norm_bwd(
     drounded: Tensor | None = None,
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
-    if rms or z.shape[1] <= NARROW:
+    z, weight, mean, rstd, dropout_p, seed, offset, kind = saved
+    if kind != "layer_norm" or z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
         return reference.layer_norm_bwd(dy, saved, need, drounded, dsum)
     stats = compute_dtype(z)

@@ -19,7 +19,7 @@ DTYPES = FLOATS
 
 
 def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, rms, _ = inputs
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, _ = inputs
     compute = compute_dtype(x)
     z = x.to(compute)
     if x_bias is not None:
@@ -28,10 +28,14 @@ def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -
         z = z * keep_mask_2d(seed, offset, *x.shape, dropout_p=dropout_p) / (1.0 - dropout_p)
     if residual is not None:
         z = z + residual.to(compute)
-    mean = z.new_empty(0) if rms else z.mean(1)
-    centred = z if rms else z - mean.unsqueeze(1)
-    rstd = (centred.square().mean(1) + eps).rsqrt()
-    y = centred * rstd.unsqueeze(1) * weight.to(compute)
+    x_hat, mean, rstd = z, z.new_empty(0), z.new_empty(0)
+    if kind == "layer_norm":
+        mean = z.mean(1)
+        x_hat = z - mean.unsqueeze(1)
+    if kind != "no_norm":
+        rstd = (x_hat.square().mean(1) + eps).rsqrt()
+        x_hat = x_hat * rstd.unsqueeze(1)
+    y = x_hat * weight.to(compute)
     if bias is not None:
         y = y + bias.to(compute)
     dtype = storage_dtype(inputs)
@@ -48,15 +52,19 @@ def layer_norm_bwd(
     drounded: Tensor | None = None,
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    z, weight, mean, rstd, dropout_p, seed, offset, rms = saved
+    z, weight, mean, rstd, dropout_p, seed, offset, kind = saved
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
     if drounded is not None:
         dy = dy + drounded.to(compute)
-    x_hat = (z.to(compute) if rms else z.to(compute) - mean.unsqueeze(1)) * rstd
-    g = dy * weight.to(compute)
-    centred = g if rms else g - g.mean(1, keepdim=True)
-    dz = rstd * (centred - x_hat * (g * x_hat).mean(1, keepdim=True))
+    x_hat = z.to(compute)
+    if kind == "layer_norm":
+        x_hat = x_hat - mean.unsqueeze(1)
+    dz = g = dy * weight.to(compute)
+    if kind != "no_norm":
+        x_hat = x_hat * rstd
+        centred = g - g.mean(1, keepdim=True) if kind == "layer_norm" else g
+        dz = rstd * (centred - x_hat * (g * x_hat).mean(1, keepdim=True))
     if dsum is not None:
         dz = dz + dsum.to(compute)
     dx = dz

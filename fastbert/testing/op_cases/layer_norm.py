@@ -9,27 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastbert.ops import layer_norm as op
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import NARROW, rms_norm
+from fastbert.ops.layer_norm import NARROW
 from fastbert.testing.error_rule import Case, Outputs, draws
 
 
-def steepness(z: torch.Tensor, rms: bool = False) -> float:
+def steepness(z: torch.Tensor, norm: str = "layer_norm") -> float:
     """What x_hat multiplies a rounding of `z` by: the largest 1 / std of a narrow row, and 1 of wide ones.
 
-    Rows without deviation do not count: there the subtraction of the mean is exact. For `rms` the deviation
-    is that from 0.
+    Rows without deviation do not count: there the subtraction of the mean is exact. RMSNorm's
+    deviation is that from 0; NoNorm divides by none.
     """
-    if z.shape[-1] > NARROW:
+    if z.shape[-1] > NARROW or norm == "no_norm":
         return 1.0
-    std = z.double().square().mean(-1).sqrt() if rms else z.double().std(-1, correction=0)
+    std = z.double().square().mean(-1).sqrt() if norm == "rms_norm" else z.double().std(-1, correction=0)
     return max([1.0, *(1.0 / std[std > 0]).tolist()])
 
 
-def largest_x_hat(z: torch.Tensor) -> float:
+def largest_x_hat(z: torch.Tensor, norm: str = "layer_norm") -> float:
     """The largest |x_hat| of rows that deviate, at least 1."""
     z = z.double()
+    if norm == "no_norm":
+        return max(1.0, z.abs().max().item())
     std, centred = z.std(-1, correction=0, keepdim=True), z - z.mean(-1, keepdim=True)
     sizes = torch.where(std > 0, centred / std, 0.0).abs().nan_to_num(nan=1.0, posinf=1.0)
     return max(1.0, sizes.max().item())
@@ -39,7 +42,7 @@ def largest_x_hat(z: torch.Tensor) -> float:
 class LayerNormCase(Case):
     """`rows` x `hidden`, with the op's options.
 
-    `half_x`: where all else is float32, `x` is in bfloat16. `rms`: the op is `rms_norm`.
+    `half_x`: where all else is float32, `x` is in bfloat16. `norm`: the op's kind.
     """
 
     rows: int
@@ -50,19 +53,19 @@ class LayerNormCase(Case):
     bias: bool = True
     half_x: bool = False
     rounded: bool = False
-    rms: bool = False
+    norm: str = "layer_norm"
     return_sum: bool = False
 
     op = "layer_norm"
     shape = "{0.rows}x{0.hidden}"
-    marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded rms return_sum=sum"
+    marks = "residual x_bias dropout_p=dropout bias=no_bias half_x rounded norm={} return_sum=sum"
     options = ("dropout_p", "eps")
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
 
     @property
     def eps(self) -> float:
         """Large for RMSNorm, of which no row is constant: an eps that is forgotten shows."""
-        return 0.01 if self.rms else 1e-12
+        return 0.01 if self.norm == "rms_norm" else 1e-12
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -74,7 +77,7 @@ class LayerNormCase(Case):
         return {
             "x": randn(*shape).to(torch.bfloat16 if self.half_x and dtype == torch.float32 else dtype),
             "weight": 1 + 0.1 * randn(self.hidden),
-            "bias": 0.1 * randn(self.hidden) if self.bias and not self.rms else None,
+            "bias": 0.1 * randn(self.hidden) if self.bias and self.norm != "rms_norm" else None,
             "residual": randn(*shape) if self.residual else None,
             "x_bias": 0.1 * randn(self.hidden) if self.x_bias else None,
             "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
@@ -82,9 +85,9 @@ class LayerNormCase(Case):
 
     def call(self, bias: Tensor | None = None, **inputs: Any) -> Outputs:
         inputs |= {"offset": 3, "rounded": self.rounded, "return_sum": self.return_sum}
-        if self.rms:
-            return rms_norm(**inputs, eps=self.eps, dropout_p=self.dropout_p)
-        return super().call(bias=bias, **inputs)
+        inputs |= {} if self.norm == "rms_norm" else {"bias": bias}
+        inputs |= {} if self.norm == "no_norm" else {"eps": self.eps}
+        return getattr(op, self.norm)(**inputs, dropout_p=self.dropout_p)
 
     def _keep(self, x, seed):
         return keep_mask_2d(seed, 3, *x.shape, dropout_p=self.dropout_p) if self.dropout_p else None
@@ -108,14 +111,16 @@ class LayerNormCase(Case):
         seed: TensorOrNone,
     ) -> Outputs:
         z = self._sum(x, residual, x_bias, seed)
-        if self.rms:
+        if self.norm == "rms_norm":
             y = F.rms_norm(z, (self.hidden,), weight, self.eps)
+        elif self.norm == "no_norm":  # as transformers' NoNorm
+            y = z * weight if bias is None else z * weight + bias
         else:
             y = F.layer_norm(z, (self.hidden,), weight, bias, self.eps)
         return self._outputs(y, y.to(x.dtype), z)
 
     def oracle(self, x: Tensor, seed: TensorOrNone, **inputs: Any) -> Outputs:
-        y: Any = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed), rms=self.rms)
+        y: Any = super().oracle(x=x, **inputs, keep_mask=self._keep(x, seed), kind=self.norm)
         return self._outputs(y, y, self._sum(x, inputs["residual"], inputs["x_bias"], seed))
 
     def _outputs(self, y: Tensor, rounded: Tensor, z: Tensor) -> Outputs:
@@ -127,10 +132,10 @@ class LayerNormCase(Case):
         z = self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed")))
         # twice for rstd * x_hat
         times = {"dx": 2, "dresidual": 2, "dx_bias": 2, "y": 1, "dweight": 1}
-        eps *= steepness(z, self.rms) ** times.get(name, 0)
+        eps *= steepness(z, self.norm) ** times.get(name, 0)
         if name in ("dweight", "dbias", "dx_bias"):
             # sums over rows: a few roundings of their largest partial sum; dweight's terms have x_hat's size
-            eps *= largest_x_hat(z) if name == "dweight" else 1.0
+            eps *= largest_x_hat(z, self.norm) if name == "dweight" else 1.0
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps / (1 - self.dropout_p)
 
@@ -146,8 +151,10 @@ SMALL = [
     LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
     # layers that normalise first
     LayerNormCase(4, 96, residual=True, bias=False, return_sum=True),
-    LayerNormCase(5, 100, residual=True, x_bias=True, dropout_p=0.25, rms=True, return_sum=True),
-    LayerNormCase(4, 72, residual=True, half_x=True, rounded=True, rms=True, return_sum=True),
+    LayerNormCase(5, 100, residual=True, x_bias=True, dropout_p=0.25, norm="rms_norm", return_sum=True),
+    LayerNormCase(4, 72, residual=True, half_x=True, rounded=True, norm="rms_norm", return_sum=True),
+    LayerNormCase(5, 100, residual=True, x_bias=True, dropout_p=0.25, norm="no_norm", return_sum=True),
+    LayerNormCase(4, 72, residual=True, half_x=True, rounded=True, norm="no_norm"),
     # training under autocast: after the feed-forward, after attention
     LayerNormCase(4, 72, residual=True, x_bias=True, half_x=True),
     LayerNormCase(4, 72, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
@@ -157,7 +164,8 @@ ON_GPU = [  # the blocks of base and large
     LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
     LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
     LayerNormCase(33, 768, residual=True, bias=False, return_sum=True),  # ModernBERT
-    LayerNormCase(33, 768, residual=True, dropout_p=0.1, rms=True, return_sum=True),
+    LayerNormCase(33, 768, residual=True, dropout_p=0.1, norm="rms_norm", return_sum=True),
+    LayerNormCase(33, 512, residual=True, norm="no_norm"),  # MobileBERT
 ]
 CASES = [
     *SMALL,
@@ -181,13 +189,19 @@ CASES = [
     LayerNormCase(9, 33, x_bias=True, dropout_p=0.25, return_sum=True),
     LayerNormCase(20, 2, residual=True, x_bias=True, return_sum=True),
     LayerNormCase(3, 9001, residual=True, return_sum=True),
-    LayerNormCase(130, 31, rms=True, return_sum=True),  # the sum is x
-    LayerNormCase(9, 1, residual=True, rms=True),
-    LayerNormCase(16, 3, residual=True, x_bias=True, dropout_p=0.25, rms=True, return_sum=True),
-    LayerNormCase(64, 768, residual=True, x_bias=True, rms=True, return_sum=True),
-    LayerNormCase(9, 1152, residual=True, dropout_p=0.1, half_x=True, rms=True, return_sum=True),
-    LayerNormCase(3, 4099, residual=True, rms=True, return_sum=True),
-    LayerNormCase(3, 9001, x_bias=True, rms=True),
+    LayerNormCase(130, 31, norm="rms_norm", return_sum=True),  # the sum is x
+    LayerNormCase(9, 1, residual=True, norm="rms_norm"),
+    LayerNormCase(16, 3, residual=True, x_bias=True, dropout_p=0.25, norm="rms_norm", return_sum=True),
+    LayerNormCase(64, 768, residual=True, x_bias=True, norm="rms_norm", return_sum=True),
+    LayerNormCase(9, 1152, residual=True, dropout_p=0.1, half_x=True, norm="rms_norm", return_sum=True),
+    LayerNormCase(3, 4099, residual=True, norm="rms_norm", return_sum=True),
+    LayerNormCase(3, 9001, x_bias=True, norm="rms_norm"),
+    LayerNormCase(64, 128, norm="no_norm"),
+    LayerNormCase(64, 128, residual=True, norm="no_norm"),
+    LayerNormCase(9, 1, residual=True, x_bias=True, dropout_p=0.25, norm="no_norm"),
+    LayerNormCase(16, 3, residual=True, bias=False, norm="no_norm", return_sum=True),
+    LayerNormCase(9, 1152, residual=True, dropout_p=0.1, half_x=True, norm="no_norm", return_sum=True),
+    LayerNormCase(3, 9001, residual=True, x_bias=True, norm="no_norm"),
 ]
 
 

@@ -197,14 +197,16 @@ OPS = {
     "layer_norm_fwd": (
         lambda: (
             *(floats(4, 5), floats(5), floats(5), floats(4, 5), floats(5), 1e-5),
-            *(*dropped().values(), False, True, True),
+            *(*dropped().values(), "layer_norm", True, True),
         ),
+        [{"kind": "batch_norm"}],
     ),
     "layer_norm_bwd": (
         lambda: (
             *(floats(4, 5), floats(4, 5), floats(5), floats(4), floats(4)),
-            *(*dropped().values(), False, *[True] * 4, floats(4, 5)),
+            *(*dropped().values(), "layer_norm", *[True] * 4, floats(4, 5)),
         ),
+        [{"kind": "batch_norm"}],
     ),
     "feed_forward_fwd": (lambda: (*ffn_operands(floats(7)), "gelu", True), [MISH], ("x", "down_weight")),
     "feed_forward_bwd": (

@@ -16,7 +16,7 @@ from fastbert.ops.encoder_layer import FusedLayer, NarrowBlocks
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights, encoder_layers
 from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
-from fastbert.ops.layer_norm import layer_norm, rms_norm
+from fastbert.ops.layer_norm import layer_norm, no_norm, rms_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.ops.linear_distillation import linear_distillation
@@ -170,6 +170,11 @@ def both_of_rms_norm(x, weight, x_bias=None, residual=None):
     return y + z
 
 
+def both_of_no_norm(x, weight, bias=None, x_bias=None, residual=None):
+    y, z = no_norm(x, weight, bias, x_bias=x_bias, residual=residual, return_sum=True)
+    return y + z
+
+
 def public_attention():
     operands = attention_operands()
     for name in ("dropout_p", "seed", "offset"):
@@ -291,6 +296,15 @@ PUBLIC = {
     ),
     "layer_norm": Public(
         layer_norm,
+        lambda: {
+            "x": floats(4, 5),
+            **{n: floats(5) for n in ("weight", "bias", "x_bias")},
+            "residual": floats(4, 5),
+        },
+        [],
+    ),
+    "layer_norm, none": Public(
+        both_of_no_norm,
         lambda: {
             "x": floats(4, 5),
             **{n: floats(5) for n in ("weight", "bias", "x_bias")},
