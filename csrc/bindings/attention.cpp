@@ -293,7 +293,8 @@ void bind_attention(py::module_& m) {
     m.def("cuda_attention_hopper", &cuda_attention_hopper,
           "Whether the device runs attention's kernel for compute capability 9.0");
     m.def("cuda_attention_fills_hopper", &cuda_attention_fills_hopper,
-          "Whether (batch, total, nheads) are enough for it, with so many multiprocessors");
+          "Whether (batch, total, max_seqlen, nheads, headdim) are enough for it, with so many "
+          "multiprocessors");
     m.def("cuda_attention_hopper_fwd", &attention_hopper_fwd);
     m.def("cuda_attention_bwd", &attention_bwd_on_device);
     m.def("cuda_attention_bwd_slots", &cuda_attention_bwd_slots,

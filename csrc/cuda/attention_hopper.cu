@@ -7,20 +7,21 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
-template <class T, bool kDrop, bool kLocal>
+template <class T, int kHeads, bool kDrop, bool kLocal>
 const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
     using Tile = AttentionTile;
-    const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
+    const dim3 grid =
+        slot_grid((args.nheads + kHeads - 1) / kHeads, slots(args.total, args.batch, Tile::kRows<kHeads>));
+    const auto kernel = attention_hopper_kernel<T, kHeads, kDrop, kLocal>;
     // Two blocks per multiprocessor: shared memory before the first cache.
     const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop, kLocal>),
-                      cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+                      cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) {
         cudaGetLastError();  // the next launch must not see it
         return cudaGetErrorString(error);
     }
-    return launch_shared(attention_hopper_kernel<T, kDrop, kLocal>, grid, dim3(Tile::kThreads), Tile::kBytes,
-                         stream, maps, args);
+    return launch_shared(kernel, grid, dim3(Tile::kThreads), Tile::kBytes, stream, maps, args);
 }
 
 // Heads lie side by side: a row is one row of a matrix.
@@ -41,11 +42,12 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
         !map_heads(maps.v, args, args.v, args.kv_heads))
         return cuda_attention_fwd(args, device, stream);
     const bool drop = args.dropout.seed != nullptr;
+    if (args.headdim < AttentionTile::kColumns) return launch_hopper<T, 2, false, false>(maps, args, stream);
     if (is_masked(args))
-        return drop ? launch_hopper<T, true, true>(maps, args, stream)
-                    : launch_hopper<T, false, true>(maps, args, stream);
-    return drop ? launch_hopper<T, true, false>(maps, args, stream)
-                : launch_hopper<T, false, false>(maps, args, stream);
+        return drop ? launch_hopper<T, 1, true, true>(maps, args, stream)
+                    : launch_hopper<T, 1, false, true>(maps, args, stream);
+    return drop ? launch_hopper<T, 1, true, false>(maps, args, stream)
+                : launch_hopper<T, 1, false, false>(maps, args, stream);
 }
 
 }  // namespace
@@ -53,18 +55,22 @@ const char* attention_hopper(const AttentionFwd& args, int device, std::uintptr_
 
 bool cuda_attention_hopper(int device) {
     static cuda::HopperDevices devices;
-    return devices.run(cuda::attention_hopper_kernel<bf16, false, false>, device);
+    return devices.run(cuda::attention_hopper_kernel<bf16, 1, false, false>, device);
 }
 
-bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t nheads,
-                                 int multiprocessors) {
-    constexpr std::int64_t kRows = cuda::AttentionTile::kRows;
-    return total >= kRows * batch && total * nheads >= kRows * multiprocessors;
+bool cuda_attention_fills_hopper(std::int64_t batch, std::int64_t total, std::int64_t max_seqlen,
+                                 std::int64_t nheads, std::int64_t headdim, int multiprocessors) {
+    using Tile = cuda::AttentionTile;
+    constexpr std::int64_t kRows = Tile::kRows<1>;
+    return total >= kRows * batch && max_seqlen >= kRows &&
+           total * nheads * headdim >= kRows * Tile::kColumns * multiprocessors;
 }
 
 const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {
     if (args.dtype == DType::kFloat32) return "dtype: expected bfloat16 or float16";
-    if (args.headdim != cuda::AttentionTile::kHeadDim) return "headdim: expected 64";
+    const bool plain = args.dropout.seed == nullptr && !cuda::is_masked(args);
+    if (args.headdim != cuda::AttentionTile::kColumns && (args.headdim != 32 || !plain))
+        return "headdim: expected 64, or 32 without dropout, window and heads that share k and v";
     if (args.bias.data != nullptr || args.probs != nullptr || !(args.softmax_scale > 0.0f))
         return "expected no bias or probs, and softmax_scale > 0";
     if (!cuda::side_by_side(args, args.q, args.nheads) || !cuda::side_by_side(args, args.k, args.kv_heads) ||

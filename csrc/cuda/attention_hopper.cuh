@@ -1,4 +1,4 @@
-// Attention's forward on compute capability 9.0, for heads of 64 dimensions without a bias.
+// Attention's forward on compute capability 9.0, for heads of 64 or 32 dimensions without a bias.
 // kLocal: with a window, of which a causal mask is one, or heads of q that share one of k and v.
 // Contract: fastbert/ops/attention.py; mathematics, precision and what is saved: attention_forward.cuh.
 //
@@ -6,6 +6,9 @@
 //            out stay in registers. It walks over the keys, 64 at a time. Two blocks share a multiprocessor.
 //            With a window, tiles that no row of the block sees are not copied, and a group skips a tile that
 //            no row of its own sees: the upper group may skip the last tile, the lower group the first.
+//            Two heads of 32 fill the 64 columns of a tile. A block then owns 64 queries of both, a group
+//            those of one head: the scores read half of the columns, and P v is computed for all, half of it
+//            unused.
 // Pipeline   Tiles of keys and of values come by tensor maps into a ring of 5 each, which one thread fills. A
 //            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for both, and
 //            runs beside the products of the other groups. Measured on an H200: groups that start products in
@@ -24,11 +27,14 @@ namespace fastbert {
 namespace cuda {
 
 struct AttentionTile {
-    static constexpr int kGroups = 2, kRows = kGroups * kTileRows, kHeadDim = kSwizzled, kSlots = 5;
+    static constexpr int kGroups = 2, kColumns = kSwizzled, kSlots = 5;
     static constexpr int kThreads = kGroups * kGroupThreads, kWarps = kGroupThreads / kWarp;
-    static constexpr int kRowBytes = kSwizzled * 2, kTileBytes = kTileRows * kRowBytes;
+    static constexpr int kRowBytes = kColumns * 2, kTileBytes = kTileRows * kRowBytes;
     // Queries of both groups, and two rings; tiles begin on 1,024 bytes.
     static constexpr int kBytes = (kGroups + 2 * kSlots) * kTileBytes + 1024;
+    // A block's queries, with so many heads per tile.
+    template <int kHeads>
+    static constexpr int kRows = kGroups / kHeads * kTileRows;
 };
 
 struct AttentionMaps {
@@ -88,7 +94,7 @@ template <class T>
 struct GroupSoftmax {
     float scores[kTileRows / 2];
     std::uint32_t p[kTileRows / 16][4];
-    float out[AttentionTile::kHeadDim / 2];
+    float out[AttentionTile::kColumns / 2];
     float unit;     // exp S = 2^(unit S)
     float base[2];  // what is subtracted, in units of log 2
     float norm[2];  // this lane's part of the sum of 2^(unit S - base)
@@ -164,7 +170,7 @@ struct GroupSoftmax {
                 base[r] = top[r];
                 norm[r] *= shrink;
 #pragma unroll
-                for (int n = 0; n < AttentionTile::kHeadDim / 8; ++n) {
+                for (int n = 0; n < AttentionTile::kColumns / 8; ++n) {
                     out[4 * n + 2 * r] *= shrink;
                     out[4 * n + 2 * r + 1] *= shrink;
                 }
@@ -184,11 +190,14 @@ struct GroupSoftmax {
     }
 };
 
-template <class T, bool kDrop, bool kLocal>
+// kHeads: heads per tile.
+template <class T, int kHeads, bool kDrop, bool kLocal>
 __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    static_assert(kHeads == 1 || (!kDrop && !kLocal), "two heads: with nothing else");
     using Tile = AttentionTile;
+    constexpr int kHeadDim = Tile::kColumns / kHeads, kRows = Tile::kRows<kHeads>;
     // The host sees by these whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t barriers[4][Tile::kSlots], asked, cleared;
     if (threadIdx.x == 0) {
@@ -197,21 +206,24 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         prefetch_map(maps.v);
     }
     const Place place =
-        find_place<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
-    const int head = static_cast<int>(blockIdx.x), start = of_warp(place.start);
+        find_place<kRows>(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
+    const int first_head = static_cast<int>(blockIdx.x) * kHeads, start = of_warp(place.start);
+    const int heads_left = static_cast<int>(args.nheads) - first_head;
     const int length = of_warp(place.length), first_row = of_warp(place.first_row);
     if (first_row >= length) return;
     if (place.sequence == args.batch) {
-        zero_rows<T, Tile::kHeadDim, Tile::kRows, Tile::kThreads>(args, start + first_row, head);
+        for (int i = 0; i < kHeads && i < heads_left; ++i)
+            zero_rows<T, kHeadDim, kRows, Tile::kThreads>(args, start + first_row, first_head + i);
         return;
     }
     char* const shared = dynamic_shared();
     char* const queries = shared + (0u - shared_address(shared)) % 1024;
     const TileRing keys{queries + Tile::kGroups * Tile::kTileBytes, barriers[0], barriers[1]};
     const TileRing values{keys.tiles + Tile::kSlots * Tile::kTileBytes, barriers[2], barriers[3]};
-    const int groups = length - first_row > kTileRows ? 2 : 1;
-    const int column = head * Tile::kHeadDim;
-    const int kv_column = kLocal ? kv_head_of(args, head) * Tile::kHeadDim : column;
+    const int groups = (kHeads == 1 ? length - first_row > kTileRows : heads_left > 1) ? 2 : 1;
+    const int query_tiles = kHeads == 1 ? groups : 1;
+    const int column = first_head * kHeadDim;
+    const int kv_column = kLocal ? kv_head_of(args, first_head) * kHeadDim : column;
     const Reach reach(args.window, length);
     // The first tile that a row sees, and the tiles before the end of what it sees.
     const auto first_tile = [&](int row) { return reach.first_key(row) / kTileRows; };
@@ -239,10 +251,10 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         init_barrier(&cleared, enders * Tile::kWarps);
         fence_barriers();
         fence_shared();
-        arrive_expecting(&asked, groups * Tile::kTileBytes);
-        for (int group = 0; group < groups; ++group)
-            load_tile(queries + group * Tile::kTileBytes, maps.q, &asked,
-                      start + first_row + group * kTileRows, column);
+        arrive_expecting(&asked, query_tiles * Tile::kTileBytes);
+        for (int i = 0; i < query_tiles; ++i)
+            load_tile(queries + i * Tile::kTileBytes, maps.q, &asked, start + first_row + i * kTileRows,
+                      column);
         for (int tile = 0; tile < tiles && tile < Tile::kSlots; ++tile) {
             fill_keys(tile);
             fill_values(tile);
@@ -254,19 +266,22 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
     const int pair = lane % 4;
+    // The group's tile of queries, its head of that tile and of all, and its first chunk of a tile's row.
+    const int query_tile = kHeads == 1 ? group : 0, part = kHeads == 1 ? 0 : group;
+    const int head = first_head + part, first_chunk = part * kHeadDim / 8;
     // In the sequence: this warp's first row, this lane's first row.
-    const int warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
+    const int warp_row = first_row + query_tile * kTileRows + 16 * warp, row = warp_row + lane / 4;
 
     // The tiles that this group sees.
     const int begin = kLocal ? first_tile(first_row + group * kTileRows) - skipped : 0;
     const int upto = kLocal ? tiles_until(first_row + (group + 1) * kTileRows - 1) - skipped : tiles;
 
-    char* const own = queries + group * Tile::kTileBytes;
-    std::uint32_t q[Tile::kHeadDim / 16][4];
+    char* const own = queries + query_tile * Tile::kTileBytes;
+    std::uint32_t q[kHeadDim / 16][4];
     wait_phase(&asked, 0);
 #pragma unroll
-    for (int d = 0; d < Tile::kHeadDim / 16; ++d)
-        load_matrices(q[d], own + swizzled_chunk(16 * warp + lane % 16, 2 * d + lane / 16));
+    for (int d = 0; d < kHeadDim / 16; ++d)
+        load_matrices(q[d], own + swizzled_chunk(16 * warp + lane % 16, first_chunk + 2 * d + lane / 16));
 
     const std::uint64_t seed = kDrop ? *args.dropout.seed : 0;
     const LaneThreshold threshold = lane_threshold(args.dropout.threshold);
@@ -293,12 +308,12 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     softmax.unit = args.softmax_scale * kLog2E;
     TilePlace key, value;  // of the tile whose scores, and whose P v, are next
     constexpr std::uint64_t kTileStep = Tile::kTileBytes >> 4;
-    const std::uint64_t first_keys = operand_at(keys.tiles),
+    const std::uint64_t first_keys = operand_at(keys.tiles) + part * (kHeadDim / 16) * kDepthStep,
                         first_values = operand_at(values.tiles, 8 * Tile::kRowBytes);
     const auto start_scores = [&] {
         const std::uint64_t b = first_keys + key.slot * kTileStep;
 #pragma unroll
-        for (int d = 0; d < Tile::kHeadDim / 16; ++d)
+        for (int d = 0; d < kHeadDim / 16; ++d)
             group_product<T>(softmax.scores, q[d], b + d * kDepthStep, d > 0);
         commit_products();
     };
@@ -402,19 +417,28 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
             args.lse[head * args.total + start + row + 8 * r] =
                 norm == 0.0f ? -INFINITY : (softmax.base[r] + log2f(norm)) * kLn2;
 #pragma unroll
-        for (int n = 0; n < Tile::kHeadDim / 8; ++n)
-            *reinterpret_cast<std::uint32_t*>(staged + swizzled_chunk(lane / 4 + 8 * r, n) + 4 * pair) =
-                pack_pair<T>(softmax.out[4 * n + 2 * r] * factor, softmax.out[4 * n + 2 * r + 1] * factor);
+        for (int n = 0; n < kHeadDim / 8; ++n) {
+            float found[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int at = 4 * n + 2 * r + i;
+                found[i] =
+                    (part == 0 ? softmax.out[at] : softmax.out[at + Tile::kColumns / 2 - kHeadDim / 2]);
+            }
+            *reinterpret_cast<std::uint32_t*>(staged + swizzled_chunk(lane / 4 + 8 * r, first_chunk + n) +
+                                              4 * pair) = pack_pair<T>(found[0] * factor, found[1] * factor);
+        }
     }
     __syncwarp();
     T* const to = static_cast<T*>(args.out) +
-                  ((static_cast<std::int64_t>(start) + warp_row) * args.nheads + head) * Tile::kHeadDim;
+                  ((static_cast<std::int64_t>(start) + warp_row) * args.nheads + head) * kHeadDim;
+    constexpr int kChunks = kHeadDim / kPack<T>, kRowsAtOnce = kWarp / kChunks;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int at = 4 * i + lane / 8, chunk = lane % 8;
+    for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+        const int at = kRowsAtOnce * i + lane / kChunks, chunk = lane % kChunks;
         if (warp_row + at < length)
-            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * Tile::kHeadDim + chunk * kPack<T>) =
-                *reinterpret_cast<const Pack<T>*>(staged + swizzled_chunk(at, chunk));
+            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * kHeadDim + chunk * kPack<T>) =
+                *reinterpret_cast<const Pack<T>*>(staged + swizzled_chunk(at, first_chunk + chunk));
     }
 #endif
 }

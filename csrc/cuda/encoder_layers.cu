@@ -219,10 +219,10 @@ class Run {
         args.causal = call_.causal, args.bias = call_.bias;
         args.dropout.scale = 1.0f;
         args.out = memory_.context;
-        const bool hopper =
-            device_.hopper && stack_.dtype != DType::kFloat32 && w.headdim == 64 &&
-            args.bias.data == nullptr &&
-            cuda_attention_fills_hopper(args.batch, args.total, args.nheads, device_.multiprocessors);
+        const bool hopper = device_.hopper && stack_.dtype != DType::kFloat32 && args.bias.data == nullptr &&
+                            (w.headdim == 64 || (w.headdim == 32 && !args.causal)) &&
+                            cuda_attention_fills_hopper(args.batch, args.total, args.max_seqlen, args.nheads,
+                                                        args.headdim, device_.multiprocessors);
         return hopper ? cuda_attention_hopper_fwd(args, device_.index, stream_)
                       : cuda_attention_fwd(args, device_.index, stream_);
     }

@@ -42,7 +42,7 @@ FAULTS = (
     _fault("keys are not filled again", "            if (next_keys >= Tile::kSlots && next_keys < tiles) fill_keys(next_keys);\n", ""),
     _fault("values are filled beyond the end", "next_values >= Tile::kSlots && next_values < tiles", "next_values >= Tile::kSlots"),
     _fault("barriers are used before they are there", "            fill_values(tile);\n        }\n    }\n    __syncthreads();\n", "            fill_values(tile);\n        }\n    }\n"),
-    _fault("both groups have the first queries", "start + first_row + group * kTileRows, column);", "start + first_row, column);"),
+    _fault("both groups have the first queries", "start + first_row + i * kTileRows,", "start + first_row,"),
     _fault("values of the first head", "values.fill(tile, maps.v, first_key_row + tile * kTileRows, kv_column);", "values.fill(tile, maps.v, first_key_row + tile * kTileRows, 0);"),
     # products
     _fault("the tile before is added to the scores", "q[d], b + d * kDepthStep, d > 0)", "q[d], b + d * kDepthStep, true)"),
@@ -72,7 +72,7 @@ FAULTS = (
     # host and launcher
     _fault("the map of k is of q", "map_heads(maps.k, args, args.k,", "map_heads(maps.k, args, args.q,", _HOST),
     _fault("rows without a gap", "heads.row_stride,\n                    kTileRows)", "count * args.headdim,\n                    kTileRows)", _HOST),
-    _fault("slots of 64 rows", "slots(args.total, args.batch, Tile::kRows)", "slots(args.total, args.batch) / 2", _HOST),
+    _fault("slots of 64 rows", "Tile::kRows<kHeads>)", "kTileRows) / 2", _HOST),
     _fault("a causal mask is forgotten", "if (is_masked(args))", "if (is_local(args))", _HOST),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
+from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
 from fastbert.runtime.streams import on
@@ -24,10 +25,9 @@ DTYPES = STORED
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
-# Whether forward and backward may use the kernels for compute capability 9.0, and their heads.
+# Whether forward and backward may use the kernels for compute capability 9.0.
 HOPPER = True
 HOPPER_BACKWARD = True
-HOPPER_HEADDIM = 64
 
 
 def readable(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
@@ -43,11 +43,15 @@ def readable(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -
 
 
 def hopper_reads(inputs: AttentionInputs) -> bool:
-    """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
-    total, _, headdim = inputs.q.shape
-    if headdim != HOPPER_HEADDIM or inputs.bias is not None or not inputs.softmax_scale > 0:
+    """Whether the kernels for compute capability 9.0 have this call's mathematics and layout.
+
+    With heads of 32 dimensions there is only a forward, without dropout, window and shared heads.
+    """
+    total, nheads, headdim = inputs.q.shape
+    if inputs.q.dtype == torch.float32 or inputs.bias is not None or not inputs.softmax_scale > 0:
         return False
-    if inputs.q.dtype == torch.float32:
+    plain = inputs.dropout_p == 0 and inputs.window == EVERYWHERE and inputs.k.shape[1] == nheads
+    if headdim != 64 and (headdim != 32 or not plain):
         return False
     for t in (inputs.q, inputs.k, inputs.v):
         # A tensor map is of a matrix: heads lie side by side, and rows do not overlap.
@@ -59,8 +63,8 @@ def hopper_reads(inputs: AttentionInputs) -> bool:
 
 def hopper_serves(inputs: AttentionInputs) -> bool:
     """Whether forward by the kernel for compute capability 9.0 takes this call, which is `readable`."""
-    total, nheads, _ = inputs.q.shape
-    sizes = inputs.cu_seqlens.shape[0] - 1, total, nheads
+    total, nheads, headdim = inputs.q.shape
+    sizes = inputs.cu_seqlens.shape[0] - 1, total, inputs.max_seqlen, nheads, headdim
     return (
         HOPPER
         and device.extension.cuda_attention_fills_hopper(*sizes, device.multiprocessors(inputs.q.device))
@@ -146,6 +150,7 @@ def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> boo
         and HOPPER_BACKWARD
         and all(need[:3])
         and inputs.gate is None
+        and inputs.q.shape[2] == 64
         and hopper_reads(inputs)
     )
 

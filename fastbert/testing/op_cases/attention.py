@@ -295,6 +295,8 @@ ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
     AttentionCase((512, 300, 257), 12, 64, packed_qkv=True, kv_heads=4, lse=True),
     # left to right
     AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, causal=True, lse=True),
+    # MiniLM's heads
+    AttentionCase((512, 300, 500, 257) * 2, 12, 32, packed_qkv=True, lse=True),
     # DeBERTa's
     AttentionCase((512, 300), 12, 64, packed_qkv=True, relative="qk", dropout_p=0.1),
 ]
