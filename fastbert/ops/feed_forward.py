@@ -18,6 +18,8 @@ As one op, a backend can make g in the epilogue of the product before it: the gr
 written nor read. Where no backend does that, as for gated activations, two calls of `linear` are as good, and
 `pays` is False.
 
+A wide weight (ops/linear.py) is rounded by the op on a GPU, and its gradient is float32.
+
 Products accumulate in float32 (float64 for float64); pre, act(pre) and g are kept in storage dtype.
 
 Source: Vaswani et al. 2017, sec. 3.3; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Shazeer 2020,
@@ -34,16 +36,18 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.ops.linear import narrows
 from fastbert.runtime import dispatch
 
 
 class FeedForwardNeeds(NamedTuple):
-    """Which gradients backward computes."""
+    """Which gradients backward computes, and whether those of the weights are float32."""
 
     dx: bool
     dup_weight: bool
     dup_bias: bool
     ddown_weight: bool
+    wide: bool = False
 
     @property
     def g(self) -> bool:
@@ -178,10 +182,16 @@ def _(
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
+def _needs(ctx: Any) -> FeedForwardNeeds:
+    dx, up, up_bias, down = ctx.needs_input_grad[:4]
+    wide = any(ctx.needs_input_grad[7:])
+    return FeedForwardNeeds(dx, up or wide, up_bias, down or wide, wide)
+
+
 def _setup_context(ctx, inputs, output):
-    x, up_weight, _up_bias, down_weight, activation, save, gated = inputs
+    x, up_weight, _up_bias, down_weight, activation, save, gated, *_ = inputs
     _y, pre, inner = output
-    need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
+    need = _needs(ctx)
     ctx.save_for_backward(
         x if need.dup_weight else None,
         up_weight if need.dx else None,
@@ -195,19 +205,25 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 7
-    need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
+        return (None,) * len(ctx.needs_input_grad)
+    need = _needs(ctx)
     grads = launch(dy.contiguous(), *ctx.saved_tensors, ctx.activation, need, ctx.gated)
-    return *(g if needed else None for g, needed in zip(grads, need, strict=True)), None, None, None
+    dx, dup, dup_bias, ddown = (g if needed else None for g, needed in zip(grads, need[:4], strict=True))
+    if need.wide:
+        return dx, None, dup_bias, None, None, None, None, dup, ddown
+    return (dx, dup, dup_bias, ddown, *(None,) * (len(ctx.needs_input_grad) - 4))
 
 
 class FeedForwardFunction(torch.autograd.Function):
-    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch.
+
+    The last two arguments are the wide weights that the two were rounded from, or None.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call(_FORWARD_OF_TRAINING, args[0], *args)
+        output = dispatch.call(_FORWARD_OF_TRAINING, args[0], *args[:7])
         _setup_context(ctx, args, output)
         return output[0]
 
@@ -218,7 +234,9 @@ class FeedForwardFunction(torch.autograd.Function):
 
 
 feed_forward_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(lambda *args: feed_forward_bwd(*args[:-2], *args[-2], args[-1]), ctx, dy),
+    lambda ctx, dy, *_: _backward(
+        lambda *args: feed_forward_bwd(*args[:-2], *args[-2][:4], args[-1]), ctx, dy
+    ),
     setup_context=_setup_context,
 )
 
@@ -276,6 +294,9 @@ def feed_forward(
         checks.float_tensor("up_bias", up_bias, x)
         checks.shape("up_bias", up_bias, up_weight.shape[:1])
     shape = (*x.shape[:-1], down_weight.shape[0])
+    wide = None, None
+    if narrows(x, up_weight) and narrows(x, down_weight):
+        wide, up_weight, down_weight = (up_weight, down_weight), up_weight.detach(), down_weight.detach()
     x, up_weight, up_bias, down_weight = checks.under_autocast(x, up_weight, up_bias, down_weight)
     checks.same_dtype("up_weight", up_weight, "x", x)
     checks.same_dtype("down_weight", down_weight, "x", x)
@@ -283,11 +304,12 @@ def feed_forward(
         checks.same_dtype("up_bias", up_bias, "x", x)
         up_bias = up_bias.contiguous()
     tensors = (checks.rows(x), checks.rows(up_weight), up_bias, checks.rows(down_weight))
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    given = (*tensors, *wide)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if torch.compiler.is_compiling():
         y = feed_forward_fwd(*tensors, activation, save, gated)[0]
     elif save:
-        y = FeedForwardFunction.apply(*tensors, activation, save, gated)
+        y = FeedForwardFunction.apply(*tensors, activation, save, gated, *wide)
     else:
         y = dispatch.call("feed_forward_fwd", x, *tensors, activation, save, gated)[0]
     return y if len(shape) == 2 else y.view(shape)

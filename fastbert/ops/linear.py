@@ -28,7 +28,9 @@ panels has two more functions:
 A weight is wide if it is float32 beside `x` of half precision, as autocast has it in training. A backend that
 has `reads_wide` takes such a weight and its bias, also in `linear_cross_entropy`: it rounds the weight as it
 reads it, and dweight and dbias are float32, of sums that were never rounded. Its `linear_bwd` gets the weight
-whether or not dx is needed. For other backends the op casts, as PyTorch does.
+whether or not dx is needed. For other backends the op casts, as PyTorch does. On a GPU, where there is
+neither activation nor residual, the op rounds a wide weight itself and makes dweight in float32: autograd
+would write it in half precision, read it and write it once more.
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3; Shazeer 2020,
 "GLU Variants Improve Transformer".
@@ -96,6 +98,30 @@ def reads_wide(device: torch.device, dtype: torch.dtype, op: str = "linear") -> 
     return found is not None and found()
 
 
+def _is_trained_wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast rounds a float32 weight in training."""
+    return (
+        checks.autocast_dtype(x) in dispatch.HALF
+        and x.dtype != torch.float64
+        and weight.dtype == torch.float32
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def narrows(x: Tensor, weight: Tensor) -> bool:
+    """Whether an op rounds a wide weight itself, and makes its gradient by `wide_gradient`."""
+    return x.is_cuda and _is_trained_wide(x, weight)
+
+
+def wide_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀ x in float32, of sums that were never rounded."""
+    if dy.is_cuda:
+        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    return dy.float().t() @ x.float()
+
+
 def operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, op: str = "linear"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -104,16 +130,8 @@ def operands(
     A weight in training stays wide if the backend that serves `op` takes it.
     """
     dtype = checks.autocast_dtype(x)
-    if (
-        dtype in dispatch.HALF
-        and x.dtype != torch.float64
-        and weight.dtype == torch.float32
-        and weight.requires_grad
-        and (bias is None or bias.dtype == torch.float32)
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and reads_wide(x.device, dtype, op)
-    ):
+    wide = _is_trained_wide(x, weight) and (bias is None or bias.dtype == torch.float32)
+    if wide and dtype is not None and reads_wide(x.device, dtype, op):
         return x.to(dtype), weight, bias
     x, weight, bias = checks.under_autocast(x, weight, bias)
     checks.same_dtype("weight", weight, "x", x)
@@ -202,7 +220,7 @@ def _setup_context(ctx, inputs, output):
     x, weight, _bias, activation, _residual, save, gated = inputs
     need = ctx.needs_input_grad
     ctx.save_for_backward(
-        x if need[1] else None,
+        x if need[1] or need[-1] else None,
         weight if need[0] or is_wide(weight, x) else None,
         output[1] if save and activation is not None else None,
     )
@@ -235,13 +253,16 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
 
 
 class LinearFunction(torch.autograd.Function):
-    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch.
+
+    The last argument is the wide weight that the weight was rounded from, or None: see `narrows`.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
         x, activation, save, gated = args[0], args[3], args[5], args[7]
-        output = dispatch.call(forward_of(activation, save, x.shape[0], gated), x, *args)
+        output = dispatch.call(forward_of(activation, save, x.shape[0], gated), x, *args[:8])
         inputs = (*args[:6], gated)  # without `panels`
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -250,7 +271,11 @@ class LinearFunction(torch.autograd.Function):
     @checks.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         function = backward_of(ctx.activation, ctx.gated)
-        return *_backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy), None
+        grads = _backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy)
+        wide = None
+        if dy is not None and ctx.needs_input_grad[8]:
+            wide = wide_gradient(dy.contiguous(), ctx.saved_tensors[0])
+        return *grads, None, wide
 
 
 linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), setup_context=_setup_context)
@@ -323,7 +348,8 @@ def linear(
         checks.shape("residual", residual, shape)
     if panels is not None:
         checks.float_tensor("panels", panels, x)
-    x, weight, bias = operands(x, weight, bias)
+    wide = weight if activation is None and residual is None and narrows(x, weight) else None
+    x, weight, bias = operands(x, weight if wide is None else weight.detach(), bias)
     bias = None if bias is None else bias.contiguous()
     if panels is not None:
         checks.same_dtype("panels", panels, "x", x)
@@ -333,12 +359,12 @@ def linear(
     x, weight = checks.rows(x), checks.rows(weight)
     residual = None if residual is None else checks.rows(residual)
     grad = torch.is_grad_enabled()
-    save = grad and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+    save = grad and any(t is not None and t.requires_grad for t in (x, weight, bias, wide))
     args = (x, weight, bias, activation, residual, save)
     if torch.compiler.is_compiling():
         y = linear_fwd(*args, gated)[0]
     elif save or (grad and residual is not None and residual.requires_grad):
-        y = LinearFunction.apply(*args, panels, gated)
+        y = LinearFunction.apply(*args, panels, gated, wide)
     else:
         function = forward_of(activation, save, x.shape[0], gated)
         y = dispatch.call(function, x, *args, panels, gated)[0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastbert.layers import encoder, linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
-from fastbert.ops import layer_norm
+from fastbert.ops import feed_forward, layer_norm
+from fastbert.ops import linear as linear_op
 from fastbert.runtime import dispatch
 from tests.support.hf_models import hf_config
 
@@ -92,6 +96,67 @@ def test_hidden_states_are_cast_once(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             hidden = bert(ids).last_hidden_state
         assert casts_of(hidden) == count
+
+
+@pytest.mark.parametrize("backend", ("aten", "reference"))
+def test_gradients_of_weights_are_never_rounded(backend, monkeypatch):
+    """They are sums in float32; all else has the same bits."""
+    bert = model()
+    gpu(monkeypatch)
+    names = [name for name, p in bert.named_parameters() if "pooler" not in name]
+    with dispatch.use_backend(backend):
+        cast = gradients(bert, torch.bfloat16)
+        for op in (linear_op, feed_forward):
+            monkeypatch.setattr(op, "narrows", linear_op._is_trained_wide)
+        ours = gradients(bert, torch.bfloat16)
+    states = LAYERS + 1
+    assert len(ours) == len(cast) == states + len(names)
+    for a, b, name in zip(ours, cast, ["state"] * states + names, strict=True):
+        if "layer" not in name or "LayerNorm" in name or name.endswith("bias"):
+            assert torch.equal(a, b), name
+            continue
+        # these backends have no kernel for the gradient between the two products
+        rounded = torch.equal(a, a.bfloat16().float())
+        assert rounded == ("intermediate" in name), name
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("needs", [*itertools.product((True, False), repeat=3)])
+def test_each_input_gets_its_gradient_and_no_other(needs, monkeypatch):
+    """`linear` and `feed_forward`, also where a residual or an activation leaves the cast to autograd."""
+    g = torch.Generator().manual_seed(0)
+    sizes = (6, 8), (16, 8), (16,), (8, 16)
+    tensors = [torch.randn(*size, generator=g) for size in sizes]
+    x, up, bias, down = (t.requires_grad_(n) for t, n in zip(tensors, (*needs, needs[1]), strict=True))
+    calls = (
+        lambda: linear_op.linear(x, up, bias),
+        lambda: linear_op.linear(x, up, bias, "gelu"),
+        lambda: linear_op.linear(x, up, bias, residual=torch.ones(6, 16)),
+        lambda: linear_op.linear(x, up, bias, residual=torch.ones(6, 16).bfloat16()),
+        lambda: feed_forward.feed_forward(x, up, bias, down, "gelu"),
+    )
+    for call in calls:
+        found = []
+        for narrows in (lambda *_: False, linear_op._is_trained_wide):
+            for op in (linear_op, feed_forward):
+                monkeypatch.setattr(op, "narrows", narrows)
+            with dispatch.use_backend("aten"), torch.autocast("cpu", torch.bfloat16):
+                y = call()
+            assert y.requires_grad == any(needs)
+            if any(needs):
+                inputs = [t for t in (x, up, bias, down) if t.requires_grad]
+                found.append((y, *torch.autograd.grad(y.sum(), inputs, allow_unused=True)))
+        for a, b in zip(*(found or [(), ()]), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a, rtol=2**-6, atol=1e-2)
+
+
+def test_a_gpus_product_is_asked_for_float32():
+    with FakeTensorMode():
+        dy, x = (torch.empty(6, n, dtype=torch.bfloat16, device="cuda") for n in (4, 3))
+        found = linear_op.wide_gradient(dy, x)
+    assert (found.dtype, found.shape) == (torch.float32, (4, 3))
 
 
 def test_layers_that_are_computed_again_have_the_same_bits(monkeypatch):

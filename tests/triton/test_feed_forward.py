@@ -156,6 +156,19 @@ def test_only_what_is_needed(needs):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
+def test_wide_weights_have_gradients_in_float32():
+    args = arguments(21, 16, 32, torch.bfloat16)
+    x, inner = (normal(torch.Generator().manual_seed(i), torch.bfloat16)(21, n) for i, n in ((1, 8), (2, 32)))
+    up = normal(torch.Generator().manual_seed(3), torch.bfloat16)(32, 8)
+    given = args["dy"], x, up, args["down_weight"], args["pre"], inner, "gelu"
+    half, wide = (backend.feed_forward_bwd(*given, FeedForwardNeeds(*(True,) * 4, w)) for w in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(wide[::2], half[::2], strict=True))
+    for a, b in zip(wide[1::2], half[1::2], strict=True):
+        assert a.dtype == torch.float32
+        assert not torch.equal(a, a.bfloat16().float())
+        torch.testing.assert_close(a, b.float(), rtol=2**-7, atol=1e-2)
+
+
 @pytest.mark.parametrize("need_dbias", [False, True])
 def test_nothing_is_launched_for_nothing(need_dbias, monkeypatch):
     launched, launch = [], kernels.launch

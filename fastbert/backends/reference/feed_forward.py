@@ -15,6 +15,7 @@ from torch import Tensor
 from fastbert.backends.reference import linear
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.feed_forward import FeedForwardNeeds
+from fastbert.ops.linear import wide_gradient
 
 DTYPES = FLOATS
 
@@ -56,16 +57,21 @@ def by_linear(
     ) -> tuple[Tensor, ...]:
         make_g = None if gated else inner_gradient
         need_dinner = need.g and make_g is None
-        dinner, ddown_weight, _ = second.linear_bwd(
-            dy, inner, down_weight if need_dinner else None, None, None, need_dinner, need.ddown_weight, False
-        )
+        needs = need_dinner, need.ddown_weight and not need.wide, False
+        weight = down_weight if need_dinner else None
+        dinner, ddown_weight, _ = second.linear_bwd(dy, inner, weight, None, None, *needs)
+        if need.ddown_weight and need.wide and inner is not None:
+            ddown_weight = wide_gradient(dy, inner)
         if not need.g:
             return *(dy.new_empty(0) for _ in range(3)), ddown_weight
         if make_g is None:
             grads = first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3], gated)
             return *grads, ddown_weight
         g, dup_bias = make_g(dy, down_weight, pre, activation, need.dup_bias)
-        dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, need.dx, need.dup_weight, False)
+        needs = need.dx, need.dup_weight and not need.wide, False
+        dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, *needs)
+        if need.dup_weight and need.wide and x is not None:
+            dup_weight = wide_gradient(g, x)
         return dx, dup_weight, dup_bias, ddown_weight
 
     return forward, backward
