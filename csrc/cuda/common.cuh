@@ -72,6 +72,12 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// --- a barrier of some of a block's threads, by number; 0 is __syncthreads ---
+
+__device__ __forceinline__ void sync_threads_at(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
+}
+
 // --- dropout bits: Philox4x32-10, fastbert/ops/dropout.py ---
 
 struct Philox {

@@ -57,11 +57,8 @@ __device__ __forceinline__ void wait_phase(std::uint64_t* barrier, int parity) {
     } while (over == 0);
 }
 
-// --- barriers of some of a block's threads, by number; 0 is __syncthreads ---
+// --- arriving at a barrier of some threads (sync_threads_at) without waiting ---
 
-__device__ __forceinline__ void sync_threads_at(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
-}
 __device__ __forceinline__ void arrive_at(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(number), "r"(threads) : "memory");
 }

@@ -3,9 +3,10 @@
 // Math       dz = rstd (g - mean(g) - x_hat mean(g x_hat)), g = dy weight, x_hat = (z - mean) rstd
 //            RMSNorm: mean and mean(g) are 0. The gradient of the returned z, dsum, is added to dz.
 //            dx = dropout'(dz), dresidual = dz;  dweight = Σ dy x_hat, dbias = Σ dy, dx_bias = Σ dx over rows
-// Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A block walks over
-//            rows in a grid-stride loop, with the next row's loads in flight and its column sums in
-//            registers. A looped kernel takes all other rows.
+// Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A multiprocessor's
+//            block has as many rows as registers allow. Each of them walks over rows on its own, with the
+//            next row's loads in flight and its column sums in registers. A looped kernel takes all other
+//            rows.
 // Precision  float. dx is stored as X, all else of the rows as T: X differs where x was of half precision and
 //            the residual float. `drounded`, or null, is the gradient of y as X; it is added to dy.
 // Saved      nothing; the dropout bits are drawn again.
@@ -24,8 +25,13 @@ constexpr int kColumns = 8;
 // Wider rows take the looped kernel.
 constexpr std::int64_t kBackwardHidden = 4096;
 
-// Sums of a and b over the threads of one row (threadIdx.x; threadIdx.y counts the rows of the block).
-// `slots` must not be those of the previous call: a warp may still read them.
+// The threads of a block, which has the multiprocessor's registers: 128 per thread, 96 where the loads in
+// flight are of half precision.
+template <class T>
+constexpr int kBlockThreads = sizeof(T) == 4 ? 512 : 640;
+
+// Sums of a and b over the threads of one row (threadIdx.x; threadIdx.y counts the rows of the block, which
+// do not wait for each other). `slots` must not be those of the previous call: a warp may still read them.
 __device__ __forceinline__ void pair_sum(float& a, float& b, float (*slots)[2]) {
     a = warp_sum(a);
     b = warp_sum(b);
@@ -36,7 +42,7 @@ __device__ __forceinline__ void pair_sum(float& a, float& b, float (*slots)[2]) 
         slots[thread / kWarp][0] = a;
         slots[thread / kWarp][1] = b;
     }
-    __syncthreads();
+    sync_threads_at(static_cast<int>(threadIdx.y) + 1, static_cast<int>(blockDim.x));
     a = b = 0.0f;
     for (int warp = 0; warp < warps; ++warp) {
         a += slots[warp][0];
@@ -44,19 +50,12 @@ __device__ __forceinline__ void pair_sum(float& a, float& b, float (*slots)[2]) 
     }
 }
 
-// Threads per multiprocessor that the registers allow: 80 per thread, 104 where the loads in flight are
-// floats.
-template <int kItemSize>
-constexpr int kResident = kItemSize == 4 ? 600 : 800;
-
-// kMaxThreads: 256 for hidden <= 2048, where a block may hold several rows; 512 up to 4096, one row.
-template <class T, class X, int kMaxThreads>
-__global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<sizeof(T)> / 256 : 1)
+template <class T, class X>
+__global__ void __launch_bounds__(kBlockThreads<T>, 1)
     backward_kernel(LayerNormBwd args, const X* drounded, float* partial) {
     constexpr int N = kPack<T>, kPacks = kColumns / N;
-    constexpr bool kManyRows = kMaxThreads == 256;
-    __shared__ float slots[2][kMaxThreads / kWarp][2];
-    __shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];
+    __shared__ float slots[2][kBlockThreads<T> / kWarp][2];
+    __shared__ float others[kColumns * kBlockThreads<T>];
     const std::int64_t column = static_cast<std::int64_t>(threadIdx.x) * kColumns;
     const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.y;
     const bool active = column < args.hidden;
@@ -72,7 +71,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
     constexpr bool kMixed = !std::is_same_v<T, X>;
     Pack<T> next_dy[kPacks] = {}, next_z[kPacks] = {};
     Pack<X> next_more = {};
+    float next_mean = 0.0f, next_rstd = 0.0f;
     const auto fetch = [&](std::int64_t row) {
+        next_mean = row < args.rows && !args.rms ? args.mean[row] : 0.0f;
+        next_rstd = row < args.rows ? args.rstd[row] : 0.0f;
         if (!active || row >= args.rows) return;
         const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride + column;
         const T* z = static_cast<const T*>(args.z) + row * args.z_stride + column;
@@ -86,13 +88,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
     const std::int64_t start = static_cast<std::int64_t>(blockIdx.x) * blockDim.y;
     fetch(start + threadIdx.y);
     int turn = 0;
-    // The loop runs equally often in all threads of a block.
     for (std::int64_t base = start; base < args.rows; base += step, turn ^= 1) {
         const std::int64_t row = base + threadIdx.y;
         const bool inside = active && row < args.rows;
         float dy[kColumns], x_hat[kColumns];
-        const float mean = row < args.rows && !args.rms ? args.mean[row] : 0.0f,
-                    rstd = row < args.rows ? args.rstd[row] : 0.0f;
+        const float mean = next_mean, rstd = next_rstd;
         float mean_g = 0.0f, mean_gx = 0.0f;
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
@@ -142,30 +142,26 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
     }
     if (partial == nullptr) return;
 
-    if (kManyRows && blockDim.y > 1) {
-        // The rows of the block are added in order.
-        const int own = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-        const int threads = static_cast<int>(blockDim.x * blockDim.y);
+    // The rows of the block are added in order.
+    const int threads = static_cast<int>(blockDim.x * blockDim.y), width = static_cast<int>(blockDim.x);
+    const int own = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
 #pragma unroll
-        for (int k = 0; k < 3; ++k)
+    for (int k = 0; k < 3; ++k) {
+        // The sums before have been read.
+        if (k > 0) __syncthreads();
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) others[(k * kColumns + i) * threads + own] = sums[k][i];
+        for (int i = 0; i < kColumns; ++i) others[i * threads + own] = sums[k][i];
         __syncthreads();
-        if (threadIdx.y > 0) return;
-        for (int y = 1; y < static_cast<int>(blockDim.y); ++y) {
-            const int other = y * static_cast<int>(blockDim.x) + own;
-#pragma unroll
-            for (int k = 0; k < 3; ++k)
-#pragma unroll
-                for (int i = 0; i < kColumns; ++i) sums[k][i] += others[(k * kColumns + i) * threads + other];
+        float* out = partial + (static_cast<std::int64_t>(blockIdx.x) * 3 + k) * args.hidden;
+#pragma unroll 1
+        for (int j = own; j < kColumns * width; j += threads) {
+            const int i = j / width, x = j % width;
+            float total = 0.0f;
+            for (int y = 0; y < static_cast<int>(blockDim.y); ++y)
+                total += others[i * threads + y * width + x];
+            if (x * kColumns < args.hidden) out[x * kColumns + i] = total;
         }
     }
-    if (!active) return;
-    float* out = partial + static_cast<std::int64_t>(blockIdx.x) * 3 * args.hidden + column;
-#pragma unroll
-    for (int k = 0; k < 3; ++k)
-#pragma unroll
-        for (int i = 0; i < kColumns; i += 4) store_pack(out + k * args.hidden + i, &sums[k][i]);
 }
 
 // Any hidden size, any alignment. A thread owns its columns of the block's partial sums, which are in memory.
@@ -249,28 +245,29 @@ struct Block {
     unsigned threads, rows;
 };
 
+template <class T>
 Block backward_block(std::int64_t hidden) {
     const unsigned threads =
         static_cast<unsigned>((hidden + kColumns * kWarp - 1) / (kColumns * kWarp) * kWarp);
-    return {threads, threads <= 256 ? 256 / threads : 1};
+    return {threads, kBlockThreads<T> / threads};
 }
+
+bool has_columns(std::int64_t hidden) { return hidden <= kBackwardHidden && hidden % kColumns == 0; }
 
 template <class T, class X = T>
 const char* backward(const LayerNormBwd& args, float* partial, std::int64_t parts, std::uintptr_t stream,
                      const X* drounded = nullptr) {
     const std::int64_t hidden = args.hidden;
-    const bool vectors = hidden <= kBackwardHidden && hidden % kColumns == 0 &&
-                         rows_aligned<T>(args.dy, args.dy_stride) && rows_aligned<T>(args.z, args.z_stride) &&
-                         aligned(args.weight) && cuda::aligned(args.dsum) && cuda::aligned(args.dx) &&
+    const bool vectors = has_columns(hidden) && rows_aligned<T>(args.dy, args.dy_stride) &&
+                         rows_aligned<T>(args.z, args.z_stride) && aligned(args.weight) &&
+                         cuda::aligned(args.dsum) && cuda::aligned(args.dx) &&
                          cuda::aligned(args.dresidual) && cuda::aligned(partial) && cuda::aligned(drounded);
     const dim3 grid(static_cast<unsigned>(parts));
     if (!vectors)
         return launch(backward_looped_kernel<T, X>, grid, dim3(kRowThreads), stream, args, drounded, partial);
-    const Block block = backward_block(hidden);
-    const dim3 threads(block.threads, block.rows);
-    if (block.threads <= 256)
-        return launch(backward_kernel<T, X, 256>, grid, threads, stream, args, drounded, partial);
-    return launch(backward_kernel<T, X, 512>, grid, threads, stream, args, drounded, partial);
+    const Block block = backward_block<T>(hidden);
+    return launch(backward_kernel<T, X>, grid, dim3(block.threads, block.rows), stream, args, drounded,
+                  partial);
 }
 
 }  // namespace
@@ -278,14 +275,14 @@ const char* backward(const LayerNormBwd& args, float* partial, std::int64_t part
 
 std::int64_t cuda_layer_norm_bwd_parts(int dtype, std::int64_t rows, std::int64_t hidden,
                                        int multiprocessors) {
-    // Enough blocks to fill the device once, and no more than there are rows.
-    const cuda::Block block =
-        hidden <= cuda::kBackwardHidden ? cuda::backward_block(hidden) : cuda::Block{256, 1};
-    const unsigned resident = dtype == 0 || block.threads > 256 ? cuda::kResident<4> : cuda::kResident<2>;
-    const unsigned per_multiprocessor = resident / (block.threads * block.rows);
-    const std::int64_t fill =
-        static_cast<std::int64_t>(multiprocessors) * (per_multiprocessor > 0 ? per_multiprocessor : 1);
-    const std::int64_t most = (rows + block.rows - 1) / block.rows;
+    // Blocks that fill the device once, and no more than there are rows.
+    std::int64_t block_rows = 1, fill = 3 * static_cast<std::int64_t>(multiprocessors);
+    if (cuda::has_columns(hidden)) {
+        block_rows =
+            dtype == 0 ? cuda::backward_block<float>(hidden).rows : cuda::backward_block<bf16>(hidden).rows;
+        fill = multiprocessors;
+    }
+    const std::int64_t most = (rows + block_rows - 1) / block_rows;
     return most < fill ? most : fill;
 }
 

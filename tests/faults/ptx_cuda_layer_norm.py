@@ -43,7 +43,19 @@ FAULTS = (
     _fault("bounds below the launch: looped", "__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel", "__global__ void __launch_bounds__(kRowThreads / 2) forward_looped_kernel", _FORWARD),
     _fault("bounds below the launch: looped backward", "__launch_bounds__(kRowThreads)\n    backward_looped_kernel", "__launch_bounds__(kWarp)\n    backward_looped_kernel", _BACKWARD),
     _fault("bounds below the launch: a warp per row", "kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,\n", "kThreads == kWarp ? kWarp : kThreads,\n", _FORWARD),
-    _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),
+    _fault("more shared memory than a block gets", "__shared__ float others[kColumns * kBlockThreads<T>];", "__shared__ float others[4 * kColumns * kBlockThreads<T>];", _BACKWARD),
+    _fault("more rows than a block's threads", "return {threads, kBlockThreads<T> / threads};", "return {threads, kBlockThreads<T> / threads + 1};", _BACKWARD),
+    _fault("no block for the last rows", "const std::int64_t most = (rows + block_rows - 1) / block_rows;", "const std::int64_t most = rows / block_rows;", _BACKWARD),
+    # rows of a block, each on its own
+    _fault("one barrier for all rows", "sync_threads_at(static_cast<int>(threadIdx.y) + 1,", "sync_threads_at(1,", _BACKWARD),
+    _fault("no barrier in a row", "    sync_threads_at(static_cast<int>(threadIdx.y) + 1, static_cast<int>(blockDim.x));\n", "", _BACKWARD),
+    _fault("statistics of the row that is fetched", "const float mean = next_mean, rstd = next_rstd;", "fetch(row + step);\n        const float mean = next_mean, rstd = next_rstd;", _BACKWARD),
+    _fault("sums overwritten before they are read", "        if (k > 0) __syncthreads();\n", "", _BACKWARD),
+    _fault("sums read before they are written", "        __syncthreads();\n        float* out", "        float* out", _BACKWARD),
+    _fault("sums of one row of the block", "for (int y = 0; y < static_cast<int>(blockDim.y); ++y)", "for (int y = 0; y < 1; ++y)", _BACKWARD),
+    _fault("sums in the threads' order", "out[x * kColumns + i] = total;", "out[j] = total;", _BACKWARD),
+    _fault("sums of columns past the last", "if (x * kColumns < args.hidden) out", "out", _BACKWARD),
+    _fault("some columns not summed", "for (int j = own; j < kColumns * width; j += threads)", "for (int j = own; j < kColumns * width; j += kColumns * width)", _BACKWARD),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -178,13 +178,16 @@ def test_only_what_is_wanted(emulated, hidden, p):
             assert torch.equal(grad, truth if want else torch.empty(0)), needs
 
 
-@pytest.mark.parametrize("rows", (0, 1, 9, 40))
-def test_rows(emulated, rows):
-    """More rows than two multiprocessors take at once: blocks walk over several."""
-    x, residual, dy = (randn(rows, 96, dtype=torch.float16, seed=s) for s in (1, 2, 3))
+# a warp per row of backward, and two
+@pytest.mark.parametrize("hidden", (96, 264))
+@pytest.mark.parametrize("rows", (0, 1, 9, 100))
+def test_rows(emulated, rows, hidden):
+    """More rows than two multiprocessors take at once: each of a block's rows walks over several."""
+    x, residual, dy = (randn(rows, hidden, dtype=torch.float16, seed=s) for s in (1, 2, 3))
     if rows:
-        case = LayerNormCase(rows, 33, residual=True, x_bias=True, dropout_p=0.25)
-        assert broken_rules(case, torch.bfloat16) == []
+        for columns in (33, hidden):
+            case = LayerNormCase(rows, columns, residual=True, x_bias=True, dropout_p=0.25)
+            assert broken_rules(case, torch.bfloat16) == []
     results = both_ways(emulated.backend, x, residual, dy, p=0.0)
     assert all(torch.isfinite(t).all() for t in results)
     emulated.seed = 1
