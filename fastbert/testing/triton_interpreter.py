@@ -144,12 +144,14 @@ def patch_e4m3() -> None:
     By itself the interpreter takes ties up, and loses a carry out of the mantissa.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     original = InterpreterBuilder.create_fp_to_fp
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+        to_nearest = rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE)
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv or not to_nearest:
             return original(self, src, dst_type, rounding_mode)
         values = torch.from_numpy(np.clip(src.data, -448.0, 448.0)).to(torch.float8_e4m3fn)
         return TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)

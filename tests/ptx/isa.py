@@ -364,6 +364,7 @@ for _t in ("f16", "bf16", "f32"):
         _form(f"setp.{_c}.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: _compared(a, b, c, False))
         _form(f"setp.{_c}u.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: _compared(a, b, c, True))
     _form(f"setp.nan.{_t}", "pred", f"{_t} {_t}", lambda a, b: np.isnan(a) | np.isnan(b))
+    _form(f"setp.num.{_t}", "pred", f"{_t} {_t}", lambda a, b: ~(np.isnan(a) | np.isnan(b)))
 
 
 def _compared_halves(a, b, call, kind):
@@ -449,6 +450,34 @@ def _two(kind: str) -> Callable[..., np.ndarray]:
 
 for _k in ("f16", "bf16"):
     _form(f"cvt.rn.{_k}x2.f32", f"{_k}x2", "f32 f32", _two(_k))
+
+
+def _cut(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    """cvt.rzi: toward zero, to the limits of a signed type; NaN is 0."""
+    most = 2 ** (width(kind) - 1)
+    return lambda a: np.array(
+        [0 if np.isnan(v) else int(np.clip(np.trunc(np.float64(v)), -most, most - 1)) for v in a], object
+    )
+
+
+for _i in ("s32", "s16"):
+    _form(f"cvt.rzi.{_i}.f32", _i, "f32", _cut(_i))
+
+
+def _e4m3(values: np.ndarray) -> np.ndarray:
+    """The nearest of the 127 numbers, on a tie the one whose pattern is even; 448 beyond; 0x7F for NaN."""
+    pattern = np.arange(127)
+    exponent, mantissa = pattern // 8, pattern % 8
+    numbers = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size = np.minimum(np.abs(values.astype(np.float64)), 448)[:, None]
+    distance = np.where(np.isnan(size), 0, np.abs(size - numbers))
+    nearest = distance == distance.min(1, keepdims=True)
+    odd_last = np.where(nearest, pattern % 2, 2)
+    found = odd_last.argmin(1).astype(np.uint64) | np.signbit(values).astype(np.uint64) << np.uint64(7)
+    return np.where(np.isnan(values), np.uint64(0x7F), found)
+
+
+_form("cvt.rn.satfinite.e4m3x2.f32", "b16", "f32 f32", lambda a, b: _e4m3(b) | _e4m3(a) << np.uint64(8))
 
 
 def _permuted(a: int, b: int, selector: int) -> int:

@@ -92,6 +92,35 @@ def test_mma_is_exact(kind, unit, random):
     np.testing.assert_array_equal(product(kind, a, b, c), left @ right + added)
 
 
+def test_mma_of_bytes(random):
+    """m16n8k32: a register holds four bytes of a row of A or a column of B."""
+    left, right = (random.integers(-128, 128, shape) for shape in ((16, 32), (32, 8)))
+    added = random.integers(-(2**31), 2**31, (16, 8))
+    added[:2] = [2**31 - 1], [-(2**31)]  # sums end at the limits
+
+    def packed(rows: np.ndarray) -> np.ndarray:
+        """(…, 4 n) bytes as (…, n) words, the first byte lowest."""
+        return np.ascontiguousarray(rows.astype(np.int8)).view(np.uint32).astype(np.uint64)
+
+    words = packed(left), packed(right.T)  # [16, 8], [8, 8]
+    group, member = np.arange(32) // 4, np.arange(32) % 4
+    a = [words[0][group + 8 * (r % 2), member + 4 * (r // 2)] for r in range(4)]
+    b = [words[1][group, member + 4 * r] for r in range(2)]
+    c = isa.scattered(isa.from_integers(added.ravel(), "s32").reshape(16, 8), 4, isa.place_c, 1)
+    names = [registers(name, count) for name, count in (("d", 4), ("a", 4), ("b", 2), ("c", 4))]
+    lines = declared(("a", 4), ("b", 2), ("c", 4), ("d", 4))
+    lines.append(
+        f"mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {', '.join(names)};",
+    )
+    inputs = {f"%{n}{i}": v for n, vs in (("a", a), ("b", b), ("c", c)) for i, v in enumerate(vs)}
+    got = run_instruction(lines, inputs, [f"%d{i}" for i in range(4)])
+    found = isa.gathered(
+        [np.asarray(got[f"%d{i}"]).astype(np.uint64) for i in range(4)], (16, 8), isa.place_c, 1
+    )
+    expected = np.clip(left @ right + added, -(2**31), 2**31 - 1)
+    np.testing.assert_array_equal(isa.to_integers(found.ravel(), "s32"), expected.ravel())
+
+
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4, %r5, %r6, %r7}, [%r1];"
 STORE = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r0, %r0, %r0, %r0};"
 FILL = "st.shared.v4.b32 [%r1], {%r0, %r0, %r0, %r0};"

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fastbert.backends.aten import linear_fp8
 from fastbert.testing import error_rule
 from tests.ptx.emulator import library
 from tests.support import processes
@@ -40,6 +41,8 @@ OPS = {
         "_linear_gated_bwd_kernel",
         "_sum_partials_kernel",
     },
+    "linear_fp8": {"_fp8_rows_kernel"},
+    "linear_int8": {"_int8_rows_kernel", "_linear_int8_kernel"},
     "linear_norm": {"_linear_norm_kernel", "_normalize_kernel"},
     "packing": {"_packing_fwd_kernel", "_packing_bwd_kernel"},
     "pooling": {"_pooling_fwd_kernel", "_pooling_bwd_kernel"},
@@ -64,6 +67,10 @@ def assert_right(rows: list[dict], kernels: set[str]) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_op(op):
     options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
+    if op == "linear_fp8":
+        if not linear_fp8._scales_rows(torch.device("cpu")):
+            pytest.skip("this PyTorch has no product of float8 rows on a CPU")
+        options += ["--arch", "90"]
     assert_right(rows_of("emulated_ops", op, *options), OPS[op])
 
 
@@ -76,6 +83,12 @@ def test_one_number_a_row_has_no_gradient(op, case, contract):
     rows = rows_of("emulated_ops", op, "--all", "--only", case, *options)
     assert [r for r in rows if r["reason"] or r["differs"]] == []
     assert {r["dtype"] for r in rows} == set(DTYPES)
+
+
+def test_bytes_do_not_depend_on_the_fusion_of_products_and_sums():
+    """Where one rounding less is another integer."""
+    rows = rows_of("emulated_ops", "linear_int8", "--only", "ties", "--contract", "--dtype", "float32")
+    assert_right(rows, OPS["linear_int8"])
 
 
 def test_a_deep_sum_of_float32_is_made_in_parts():

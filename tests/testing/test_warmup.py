@@ -69,7 +69,8 @@ def test_what_a_gpu_needs(monkeypatch):
     assert found["attention"] == found["layer_norm"] == set(FLOATS)
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
     assert found["packing"] == set(triton.DTYPES["packing"])
-    assert "linear_int8" not in found
+    assert found["linear_fp8"] == {torch.bfloat16}
+    assert "attention_received" not in found
     (only,) = proving.to_check(torch.device("cuda", 0), ["embedding"], [torch.float16])
     assert only == ("embedding", "triton", torch.float16)
     for module, why in ((triton, "Triton is not installed"), (cuda, "was built without CUDA")):
@@ -77,7 +78,7 @@ def test_what_a_gpu_needs(monkeypatch):
     text = "triton: Triton is not installed; cuda: was built without CUDA"
     assert cli_warmup.why_none(torch.device("cuda", 0), dispatch.OPS) == text
     none = "these ops have no GPU kernel in the table"
-    assert cli_warmup.why_none(torch.device("cuda", 0), ["linear_int8"]) == none
+    assert cli_warmup.why_none(torch.device("cuda", 0), ["attention_received"]) == none
 
 
 def test_mistakes_in_the_call(capsys):

@@ -20,21 +20,32 @@ from fastbert.testing.op_cases import linear
 
 @dataclass(frozen=True, repr=False)
 class LinearInt8Case(linear.ProductCase):
-    """A product with the op's options. `offset` moves x away from 0; `smooth` makes its columns uneven."""
+    """A product with the op's options.
+
+    `offset` moves x away from 0; `smooth` makes its columns uneven; `ties` puts it between two integers,
+    where one rounding more or less is another integer.
+    """
 
     activation: str | None = None
     bias: bool = True
     offset: float = 0.0
     gated: str | None = None
     smooth: bool = False
+    ties: bool = False
 
     op = "linear_int8"
-    marks = "activation={} gated={} bias=no_bias offset=offset{:g} smooth"
+    marks = "activation={} gated={} bias=no_bias offset=offset{:g} smooth ties"
     options = ("activation", "gated")
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
         x = randn(self.rows, self.in_features) + self.offset
+        if self.ties:
+            wide = x.float().sort(1).values
+            step = (wide[:, -1:].clamp(min=0) - wide[:, :1].clamp(max=0)) / wide.new_full((), 255.0)
+            x = ((wide / step).floor() + 0.5) * step
+            x[:, :1], x[:, -1:] = wide[:, :1], wide[:, -1:]
+            x = x.to(dtype)
         weight = torch.randint(-127, 128, (self.out_features, self.in_features), generator=g)
         scale = (0.5 + torch.rand(self.out_features, generator=g)) / (73.0 * self.in_features**0.5)
         factors = torch.rand(self.in_features, generator=g).mul_(6.0).sub_(3.0).exp2_()
@@ -66,7 +77,11 @@ class LinearInt8Case(linear.ProductCase):
         return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
 
 
-SMALL = [LinearInt8Case(5, 24, 40, "gelu"), LinearInt8Case(3, 17, 9, bias=False, offset=3.0)]
+SMALL = [
+    LinearInt8Case(5, 24, 40, "gelu"),
+    LinearInt8Case(9, 40, 24, bias=False, ties=True),
+    LinearInt8Case(3, 17, 9, bias=False, offset=3.0),
+]
 CASES = [
     *SMALL,
     LinearInt8Case(1, 1, 1),

@@ -11,6 +11,7 @@ struct Le { template <class T> bool operator()(T a, T b) const { return a <= b; 
 struct Gt { template <class T> bool operator()(T a, T b) const { return a > b; } };
 struct Ge { template <class T> bool operator()(T a, T b) const { return a >= b; } };
 struct Nan { template <class T> bool operator()(T a, T b) const { return a != a || b != b; } };
+struct Num { template <class T> bool operator()(T a, T b) const { return a == a && b == b; } };
 template <class C> struct OrNan {
     template <class T> bool operator()(T a, T b) const { return !(a == a) || !(b == b) || C{}(a, b); }
 };
@@ -65,7 +66,7 @@ REGISTERS void floats(const std::string& type) {
     ordered<T>(type);
     one<OrNan<Eq>, T>("equ", type), one<OrNan<Ne>, T>("neu", type), one<OrNan<Lt>, T>("ltu", type);
     one<OrNan<Le>, T>("leu", type), one<OrNan<Gt>, T>("gtu", type), one<OrNan<Ge>, T>("geu", type);
-    one<Nan, T>("nan", type);
+    one<Nan, T>("nan", type), one<Num, T>("num", type);
 }
 
 }  // namespace

@@ -1,4 +1,8 @@
-// cvt: between integers, from integers to f32, and between f32 and the shorter floating-point types.
+// cvt: between integers, from integers to f32, from f32 to integers, and between f32 and the shorter
+// floating-point types.
+#include <algorithm>
+#include <limits>
+
 #include "halves.h"
 
 namespace ptx {
@@ -12,6 +16,23 @@ template <class H> struct NarrowPair {  // the first operand becomes the upper h
         const Narrow<H> narrow;
         return uint32_t(narrow(a).bits) << 16 | narrow(b).bits;
     }
+};
+
+template <class D> struct Cut {  // toward zero, to the type's limits; NaN is 0
+    D operator()(float a) const {
+        const double low = std::numeric_limits<D>::min(), high = std::numeric_limits<D>::max();
+        return a != a ? D(0) : D(std::clamp(std::trunc(double(a)), low, high));
+    }
+};
+struct E4m3Pair {  // the first operand becomes the upper byte; at most 448
+    static uint32_t byte(float a) {
+        if (a != a) return 0x7F;
+        const double magnitude = std::min(std::fabs(double(a)), 448.0);
+        const int exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), -6) : -6;
+        const double units = std::nearbyint(std::ldexp(magnitude, 3 - exponent));
+        return (bit_cast<uint32_t>(a) >> 31 << 7) | (uint32_t(exponent + 6) * 8 + uint32_t(units));
+    }
+    uint16_t operator()(float a, float b) const { return uint16_t(byte(a) << 8 | byte(b)); }
 };
 
 template <class D, class S>
@@ -43,6 +64,9 @@ REGISTERS void convert_forms() {
     of_integer<uint64_t>("u64"), of_integer<int64_t>("s64");
     halves<Half>("f16"), halves<Bf16>("bf16");
     value_form<Cast<float, double>, float, double>("cvt.rn.f32.f64");
+    value_form<Cut<int32_t>, int32_t, float>("cvt.rzi.s32.f32");
+    value_form<Cut<int16_t>, int16_t, float>("cvt.rzi.s16.f32");
+    value_form<E4m3Pair, uint16_t, float, float>("cvt.rn.satfinite.e4m3x2.f32");
 }
 
 }  // namespace ptx

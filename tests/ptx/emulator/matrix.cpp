@@ -73,8 +73,9 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
 // rounded once, which is closer to the truth than the tensor cores are.
 template <class Element>
 struct Product {
-    static constexpr int K = 16, PER = 2;    // elements in a register
+    static constexpr int PER = Element::PER, K = 8 * PER;
     static constexpr int A = 4, B = 2;  // registers
+    using Sum = decltype(Element::rounded(0.0));
 
     static void run(Warp& w, const Op& op, uint32_t m) {
         whole_warp(m, "mma");
@@ -93,11 +94,11 @@ struct Product {
                 for (int e = 0; e < PER; ++e)
                     right[r * 4 * PER + l % 4 * PER + e][l / 4] = Element::value(from[l], e);
         }
-        const float* added[4];
-        float* to[4];
+        const Sum* added[4];
+        Sum* to[4];
         for (int i = 0; i < 4; ++i) {
-            added[i] = w.lane<float>(op.src[A + B + i]);
-            to[i] = w.lane<float>(op.dst[i]);
+            added[i] = w.lane<Sum>(op.src[A + B + i]);
+            to[i] = w.lane<Sum>(op.dst[i]);
         }
         alignas(64) double sum[16][8];
         for (int row = 0; row < 16; ++row) {
@@ -105,10 +106,10 @@ struct Product {
             for (int k = 0; k < K; ++k) total += left[row][k] * *reinterpret_cast<const Row*>(right[k]);
             std::memcpy(sum[row], &total, sizeof total);
         }
-        float out[4][LANES];
+        Sum out[4][LANES];
         for (int i = 0; i < 4; ++i)
             for (int l = 0; l < LANES; ++l)
-                out[i][l] = float(sum[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2] + added[i][l]);
+                out[i][l] = Element::rounded(sum[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2] + added[i][l]);
         for (int i = 0; i < 4; ++i) std::memcpy(to[i], out[i], sizeof out[i]);
     }
 };
@@ -133,6 +134,8 @@ REGISTERS void tiles() {
 REGISTERS void matrix_forms() {
     tiles<1>(), tiles<2>(), tiles<4>();
     product<BFloat16>("bf16"), product<Float16>("f16");
+    form("mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32", "=b32*4 b32*4 b32*2 b32*4",
+         Product<Int8>::run);
 }
 
 }  // namespace ptx
