@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 args.model = str(output)
                 after = load_examples(args, found.model)
             print(f"  {_score([(model, examples), (found.model, after)], pooling, args.batch_tokens)}")
-    for line in published.lines(_ways(found)):
+    for line in published.lines(_ways(found, args.tokens is not None)):
         print(f"  {line}")
     return 0
 
@@ -104,10 +104,10 @@ def _drop_tokens(
         raise UsageError(f"--tokens {args.tokens:g}: {error}") from None
 
 
-def _ways(found: Pruned[Any]) -> tuple[str, ...]:
+def _ways(found: Pruned[Any], tokens: bool) -> tuple[str, ...]:
     """What was pruned, in the words of `published`."""
     of_units = "structured" if found.neurons else "heads" if found.heads else ""
-    return of_units, "weights" if found.zeros else ""
+    return of_units, "weights" if found.zeros else "", "tokens" if tokens else ""
 
 
 def _units(option: str, given: str | None) -> Any:

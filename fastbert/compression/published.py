@@ -3,7 +3,8 @@
 Source: Michel, Levy and Neubig 2019, "Are Sixteen Heads Really Better than One?"; Sanh, Wolf and Rush 2020,
 "Movement Pruning", table 2, with distillation; Lagunas et al. 2021, "Block Pruning For Faster Transformers"
 and its repository nn_pruning; Zafrir et al. 2019, "Q8BERT", table 1; Bondarenko, Nagel and Blankevoort 2021,
-"Understanding and Overcoming the Challenges of Efficient Transformer Quantization".
+"Understanding and Overcoming the Challenges of Efficient Transformer Quantization"; Goyal et al. 2020,
+"PoWER-BERT".
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Published(NamedTuple):
 
 
 _MICHEL, _SANH, _LAGUNAS = "Michel 2019", "Sanh 2020", "nn_pruning 2021"
-_ZAFRIR, _BONDARENKO = "Zafrir 2019", "Bondarenko 2021"
+_GOYAL, _ZAFRIR, _BONDARENKO = "Goyal 2020", "Zafrir 2019", "Bondarenko 2021"
 
 PUBLISHED = (
     Published("heads", _MICHEL, "half of BERT base's heads removed", "MNLI", faster=1.175),
@@ -57,6 +58,8 @@ PUBLISHED = (
         for kept, row in scores.items()
         for name, after in zip(("magnitude", "movement", "soft movement"), row, strict=True)
     ),
+    Published("tokens", _GOYAL, "PoWER-BERT, trained with fewer tokens", "CoLA", 52.5, 52.3, 4.5),
+    Published("tokens", _GOYAL, "PoWER-BERT, trained with fewer tokens", "MNLI", 84.6, 83.8, 2.6),
     Published("int8", _ZAFRIR, "Q8BERT, trained with rounded weights", "SQuAD F1", 88.5, 87.7),
     Published("int8", _ZAFRIR, "Q8BERT, trained with rounded weights", "SST-2", 92.4, 92.2),
     Published("int8", _BONDARENKO, "8 bits, the sums of feed-forward blocks in 16", "GLUE", 83.06, 82.43),

@@ -52,8 +52,8 @@ def size_of(model: PreTrainedModel | BiLstmForSequenceClassification) -> Size:
 def flops_of(model: PreTrainedModel, lengths: Iterable[int], schedule: Sequence[float] | None) -> int:
     """Floating-point operations of all layers on texts.
 
-    A layer that drops tokens adds up what each token receives, half as much work again as attention's own.
-    Then its feed-forward block and all after it compute the kept tokens.
+    A layer that drops tokens also adds up what each token receives, which costs half of what attention does.
+    All that follows attention computes the kept tokens alone.
 
     Args:
         model: a model of this package.
