@@ -175,9 +175,14 @@ def configs_for(
     return chosen
 
 
-def lowered(configs: Configs) -> Configs:
-    """Tiles for scores of distances, and for a window beside a bias or bits to draw, which take registers."""
+def lowered(configs: Configs, placed: bool = False) -> Configs:
+    """Tiles for what takes registers: scores of distances, a window beside a bias or bits to draw.
+
+    `placed`: whether there are positions, which take more.
+    """
     dq, dkdv, dbias = (c._replace(block_m=min(c.block_m, 32), block_n=min(c.block_n, 32)) for c in configs)
+    if placed:
+        dq, dkdv = dq._replace(block_n=16), dkdv._replace(block_m=16)
     return Configs(dq, dkdv._replace(num_stages=1), dbias._replace(block_n=16))
 
 
@@ -224,8 +229,8 @@ def attention_bwd(
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dbias, dgate): the contract of `fastbert.ops.attention.attention_bwd`.
 
-    With `relative`, without positions, the gradients of its query, key and bias follow, in float32. headdim
-    is at most `fastbert.kernels.attention.MAX_HEADDIM`, with `relative` MAX_RELATIVE_HEADDIM.
+    With `relative` the gradients of its query, key and bias follow, in float32. headdim is at most
+    `fastbert.kernels.attention.MAX_HEADDIM`, with `relative` MAX_RELATIVE_HEADDIM.
     """
     q, dropped = inputs.q, inputs.dropout_p > 0
     total, nheads, headdim = q.shape
@@ -240,7 +245,7 @@ def attention_bwd(
         tuning.device_of(q.device),
     )
     if relative is not None or (extras and sides_of(inputs)[:2] != (None, None)):
-        configs = lowered(configs)
+        configs = lowered(configs, relative is not None and relative.positions is not None)
     saved = out, lse, keep_bits
     found = attention_bwd_with(configs, dout, inputs, *saved, need, places, relative, need_scores)
     if relative is None:
@@ -262,7 +267,8 @@ def attention_bwd_with(
 ) -> tuple[Tensor, ...]:
     """`attention_bwd` with given configs, for the tuner and the tests; with dS for the gradients of scores.
 
-    dS is (batch, nheads, S, S); a batch of 1, its sum, where no rows need it; (0,) where nothing needs it.
+    dS is (batch, nheads, S, S); a batch of 1, its sum, where neither rows nor positions need it; (0,) where
+    nothing needs it.
     """
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, _, bias, gate, dropout_p, seed, offset = inputs
     need_dq, need_dk, need_dv, need_dbias, need_dgate = need
@@ -457,6 +463,7 @@ def attention_bwd_with(
     dgate = dgate_rows.sum(1) if need_dgate else none
     if not any(need_scores):
         return dq, dk, dv, summed_ds(bias.shape) if need_dbias else none, dgate, none
-    apart = any(need_scores[:2]) or (need_dbias and bias.shape[0] > 1)
+    placed = relative is not None and relative.positions is not None
+    apart = placed or any(need_scores[:2]) or (need_dbias and bias.shape[0] > 1)
     ds = summed_ds((batch if apart else 1, nheads, max_seqlen, max_seqlen))
     return dq, dk, dv, ds.sum_to_size(bias.shape) if need_dbias else none, dgate, ds

@@ -438,6 +438,9 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
         "relative-all": from_bits | MASK | MORE | {"relative": "qkb"},
         "relative-window": from_bits | MASK | LOCAL | {"relative": "qkb"},
         "relative-drawn": DRAWN | MASK | LOCAL | {"relative": "qkb"},
+        "relative-placed": {"relative": "qkp"},
+        "relative-placed-all": from_bits | MASK | MORE | {"relative": "qkbp"},
+        "relative-placed-drawn": DRAWN | MASK | LOCAL | {"relative": "qkbp"},
     }
     saved = {
         "saved": from_bits,
@@ -467,11 +470,12 @@ def attention_backward_jobs(kernels, full: bool) -> Jobs:
                     "saved",
                     "window",
                     "relative",
+                    "relative-placed-drawn",
                     *(("all", "relative-all") if arch == 90 else ()),
                 )
             if wanted:
                 if scores or (options is extras and "window" in options[name]):
-                    configs = kernels.lowered(configs)
+                    configs = kernels.lowered(configs, "p" in options[name].get("relative", ""))
                 call = partial(call_attention_bwd, configs, dtype, headdim, **options[name])
                 yield title(dtype, headdim, "high" if high else "low", name), arch, call
 
@@ -495,12 +499,14 @@ def attention_received_jobs(kernels, full: bool) -> Jobs:
 
 
 def attention_relative_jobs(kernels, full: bool) -> Jobs:
-    """The gradients of all scores of distances; `full`: few columns as well."""
-    for arch, columns in product(SHARED_LIMIT, (512, 21, 1) if full else (512,)):
+    """The gradients of all scores of distances, with positions and without; `full`: few columns as well."""
+    for arch, columns, placed in product(SHARED_LIMIT, (512, 21, 1) if full else (512,), (False, True)):
         rows, distances = empty(FP32)(TOKENS, 12, columns), empty(I32)(1025)
-        relative = RelativeScores(distances, rows, rows, empty(FP32)(12, columns))
+        positions = empty(I64)(32, 512) if placed else None
+        relative = RelativeScores(distances, rows, rows, empty(FP32)(12, columns), positions)
         ds, ends = empty(FP32)(32, 12, 512, 512), empty(I32)(33)
-        yield title(columns), arch, partial(kernels.relative_bwd, ds, relative, (True,) * 3, ends, TOKENS)
+        name = title(columns, *("placed",) * placed)
+        yield name, arch, partial(kernels.relative_bwd, ds, relative, (True,) * 3, ends, TOKENS)
 
 
 def linear_backward_jobs(kernels, full: bool) -> Jobs:

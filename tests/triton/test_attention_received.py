@@ -162,7 +162,7 @@ def test_offsets_beyond_2_to_31_elements():
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     inputs = inputs_of(dtype=torch.bfloat16)
     expected = kernels.attention_received_fwd(inputs)
-    for strides in ((2**30 + 64, 40, 1), (64, 2**31 + 64, 1)):
+    for strides in ((2**30 + 64, 40, 1), (64, 2**30 + 64, 1)):
         far = inputs._replace(q=at_strides(inputs.q, *strides), k=at_strides(inputs.k, *strides))
         assert torch.equal(kernels.attention_received_fwd(far), expected)
 

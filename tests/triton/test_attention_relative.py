@@ -46,8 +46,8 @@ def scores_of(which, columns=21, dtype=torch.float32, rises=True, positions=Fals
         rows[sum(LENGTHS) :] = float("nan")
         return rows
 
-    # with positions the table ends within the distances
-    reach = 30 if positions else SIZE + 3
+    # with positions the table ends within the distances; of 70 columns the last has number 63
+    reach = 28 if positions else SIZE + 3
     distance = torch.arange(-reach, reach + 1)
     index = (columns // 2 + distance).clamp(0, columns - 1) if rises else (distance * 7) % columns
     return RelativeScores(
@@ -55,8 +55,15 @@ def scores_of(which, columns=21, dtype=torch.float32, rises=True, positions=Fals
         rows(11) if "q" in which else None,
         rows(12) if "k" in which else None,
         randn(NHEADS, columns, dtype=dtype, seed=13) if "b" in which else None,
-        torch.randint(0, 90, (len(LENGTHS), SIZE)).to(DEVICE) if positions else None,
+        positions_of().to(DEVICE) if positions else None,
     )
+
+
+def positions_of():
+    """Any, some of them equal; in the last sequence they rise, with a gap: whole tiles share a column."""
+    found = torch.randint(0, 90, (len(LENGTHS), SIZE), generator=torch.Generator().manual_seed(9))
+    found[-1] = torch.arange(SIZE) + 90 * (torch.arange(SIZE) >= 16)
+    return found
 
 
 def inputs_of(dtype=torch.float32, **options):
@@ -105,9 +112,11 @@ def test_forward(which, options, rises, positions):
     assert_bit_equal(forward_of(inputs, relative, probs=False)[:2], (out, lse))
 
 
+@pytest.mark.parametrize("positions", [False, True], ids=["near", "positions"])
 @pytest.mark.parametrize(("which", "options"), CALLS, ids=lambda v: v if isinstance(v, str) else "")
-def test_backward(which, options):
-    inputs, relative = inputs_of(**options_of(options)), scores_of(which, rises="q" in which)
+def test_backward(which, options, positions):
+    inputs = inputs_of(**options_of(options))
+    relative = scores_of(which, rises="q" in which, positions=positions)
     plain, dense, leaves = with_dense(inputs, relative)
     need = AttentionNeeds(True, True, True, inputs.bias is not None, True)
     wanted = [t is not None for t in relative[1:4]]
@@ -129,10 +138,11 @@ def test_backward(which, options):
     assert all(needed or grad.shape == (0,) for grad, needed in zip(grads[5:], wanted, strict=True))
 
 
+@pytest.mark.parametrize("positions", [False, True], ids=["near", "positions"])
 @pytest.mark.parametrize("shape", [None, (1, 1, SIZE, SIZE), (4, 1, 1, SIZE)], ids=str)
-def test_each_gradient_alone(shape):
+def test_each_gradient_alone(shape, positions):
     inputs = inputs_of(bias=None if shape is None else randn(*shape))
-    relative = scores_of("qkb", columns=70)
+    relative = scores_of("qkb", columns=70, positions=positions)
     out, lse, _ = forward_of(inputs, relative, probs=False)
     given, none = (out, inputs, out, lse, None), AttentionNeeds(False, False, False, False, False)
     every = backward.attention_bwd(*given, none._replace(dbias=shape is not None), None, relative, (1, 1, 1))
@@ -141,7 +151,7 @@ def test_each_gradient_alone(shape):
         found = backward.attention_bwd(*given, need, None, relative, wanted)
         for grad, truth, needed in zip(found[3:], every[3:], (need.dbias, 0, *wanted), strict=True):
             assert grad.shape == (truth.shape if needed else (0,))
-            # the bias is a sum over sequences first where no rows need dS
+            # the bias is a sum over sequences first where neither rows nor positions need dS
             torch.testing.assert_close(grad, truth if needed else grad, **CLOSE)
     assert (every[5][sum(LENGTHS) :] == 0).all()
     assert (every[6][sum(LENGTHS) :] == 0).all()
@@ -200,8 +210,9 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
         assert_bit_equal(forward_of(inputs, far, probs=False), expected)
 
 
-def test_bits_repeat_without_atomics(checked_memory):
-    inputs, relative = inputs_of(torch.bfloat16), scores_of("qkb")
+@pytest.mark.parametrize("positions", [False, True], ids=["near", "positions"])
+def test_bits_repeat_without_atomics(checked_memory, positions):
+    inputs, relative = inputs_of(torch.bfloat16), scores_of("qkb", positions=positions)
     need = AttentionNeeds(True, True, True, False, False)
 
     def run():
@@ -235,7 +246,7 @@ def test_which_calls_get_a_dense_bias(monkeypatch):
     assert called(monkeypatch, relative)
     assert called(monkeypatch, placed)
     assert called(monkeypatch, relative, train=True)
-    assert not called(monkeypatch, placed, train=True)
+    assert called(monkeypatch, placed, train=True)
     assert called(monkeypatch, relative, headdim=72)
     assert not called(monkeypatch, relative, headdim=72, train=True)
     assert not called(monkeypatch, relative, headdim=kernels.MAX_HEADDIM + 8)

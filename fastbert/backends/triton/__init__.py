@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastbert.backends.triton import (
     attention,
+    attention_received,
     feed_forward,
     first_attention,
     forwarders,
@@ -18,9 +19,9 @@ from fastbert.backends.triton.attention import (
     attention_bwd,
     attention_fwd,
     attention_places,
-    attention_received_fwd,
     reads_relative,
 )
+from fastbert.backends.triton.attention_received import attention_received_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.triton.first_attention import first_attention_fwd, first_attention_pays
@@ -53,7 +54,7 @@ from fastbert.backends.triton.linear_norm import joins_norm, linear_norm_fwd
 DTYPES = {
     **forwarders.DTYPES,
     "attention": attention.DTYPES,
-    "attention_received": attention.DTYPES,
+    "attention_received": attention_received.DTYPES,
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,

@@ -1,4 +1,4 @@
-"""`attention`, `attention_received` by the `triton` backend; contracts in fastbert/ops/<op>.py.
+"""`attention` by the `triton` backend; contract in fastbert/ops/attention.py.
 
 kernels/attention.py and kernels/attention_backward.py launch the kernels. kernels/attention_places.py
 launches the kernel that makes their table of places.
@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastbert.backends.aten import attention as aten
-from fastbert.backends.aten import attention_received as aten_received
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 
 DTYPES = STORED
@@ -24,12 +22,7 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     return kernels("attention_places").attention_places(cu_seqlens, total, max_seqlen)
 
 
-def attention_received_fwd(inputs: AttentionReceivedInputs) -> Tensor:
-    module = kernels("attention_received") if _takes(inputs) else aten_received
-    return module.attention_received_fwd(inputs)
-
-
-def _takes(inputs: AttentionInputs | AttentionReceivedInputs) -> bool:
+def _takes(inputs: AttentionInputs) -> bool:
     """Whether the kernels compute such calls. No BERT has wider heads; the kernels would spill."""
     return inputs.q.shape[-1] <= kernels("attention").MAX_HEADDIM
 
@@ -37,8 +30,7 @@ def _takes(inputs: AttentionInputs | AttentionReceivedInputs) -> bool:
 def reads_relative(relative: RelativeScores, headdim: int, training: bool) -> bool:
     """Whether `attention` may pass these scores of distances to the launchers."""
     if training:
-        most = kernels("attention_backward").MAX_RELATIVE_HEADDIM
-        return relative.positions is None and headdim <= most
+        return headdim <= kernels("attention_backward").MAX_RELATIVE_HEADDIM
     return headdim <= kernels("attention").MAX_HEADDIM
 
 

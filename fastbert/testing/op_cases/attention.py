@@ -30,7 +30,7 @@ class AttentionCase(Case):
         slack: how much max_seqlen exceeds the longest length.
         bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
             (batch, 1, 1, S).
-        relative: "" or which scores of distances there are: q of queries, k of keys, b alone.
+        relative: "" or which scores of distances there are: q of queries, k of keys, b alone; p: positions.
         masked: a quarter of the bias is -inf, and if it has rows, one whole row.
         packed_qkv: q, k, v are views of one tensor.
         sharpness: a factor of q. If it is large, a query sees about one key, so dS is nearly 0.
@@ -96,8 +96,11 @@ class AttentionCase(Case):
             }
             tensors["q"] *= self.sharpness
         scores = {"q": ("query", *rows), "k": ("key", *rows), "b": ("distance",)}
-        for name, *shape in (scores[letter] for letter in self.relative):
+        for name, *shape in (scores[letter] for letter in self.relative if letter != "p"):
             tensors[name] = randn(*shape, self.nheads, _COLUMNS)
+        if "p" in self.relative:
+            shape = len(self.lengths), self.max_seqlen
+            tensors["positions"] = torch.randint(2 * self.max_seqlen, shape, generator=g).to(device)
         return {
             **tensors,
             "cu_seqlens": None if self.padded else ends_of(self.lengths, device),
@@ -133,10 +136,10 @@ class AttentionCase(Case):
                 bias[..., 0, 1, :] = -math.inf
         return bias
 
-    def _apart(self, qkv=None, query=None, key=None, distance=None, columns=None, **inputs):
+    def _apart(self, qkv=None, query=None, key=None, distance=None, columns=None, positions=None, **inputs):
         """Arguments of the op: q, k and v apart, scores of distances together."""
         if columns is not None:
-            inputs["relative"] = RelativeScores(columns, query, key, distance)
+            inputs["relative"] = RelativeScores(columns, query, key, distance, positions)
         inputs["max_seqlen"] = None if self.padded else self.max_seqlen
         return inputs if qkv is None else inputs | dict(zip("qkv", qkv.split(self._heads, -2), strict=True))
 
@@ -164,11 +167,12 @@ class AttentionCase(Case):
         query: TensorOrNone = None,
         key: TensorOrNone = None,
         distance: TensorOrNone = None,
+        positions: TensorOrNone = None,
         **qkv: Any,
     ) -> Outputs:
         (q, k, v), keep = (self._apart(**qkv)[name] for name in "qkv"), self._keep(seed)
         if columns is not None:
-            found = self._eager_scores(columns, query, key, distance)
+            found = self._eager_scores(columns, query, key, distance, positions)
             bias = found if bias is None else bias + found
         if self.padded:
             return self._pick(*self._eager_batch(q, k, v, bias, gate, keep))
@@ -183,13 +187,14 @@ class AttentionCase(Case):
         out = F.pad(torch.cat(outs), (0, 0, 0, 0, 0, self.capacity))
         return self._pick(out, F.pad(torch.cat(lses, 1), (0, self.capacity)), torch.stack(probs))
 
-    def _eager_scores(self, columns, query, key, distance):
+    def _eager_scores(self, columns, query, key, distance, positions):
         """Scores of distances (batch, nheads, S, S), as models add them."""
-        size, first = self.max_seqlen, 0
-        position = torch.arange(size, device=columns.device)
-        index = columns.long()[columns.shape[0] // 2 + position - position[:, None]]
-        index, found = index.expand(self.nheads, size, size), []
-        for n in self.lengths:
+        size, reach, first, found = self.max_seqlen, columns.shape[0] // 2, 0, []
+        if positions is None:
+            positions = torch.arange(size, device=columns.device).expand(len(self.lengths), size)
+        for n, position in zip(self.lengths, positions, strict=True):
+            index = columns.long()[reach + (position - position[:, None]).clamp(-reach, reach)]
+            index = index.expand(self.nheads, size, size)
             own = [
                 None if t is None else (t.flatten(0, 1) if self.padded else t)[first : first + n]
                 for t in (query, key)
@@ -272,13 +277,14 @@ class AttentionCase(Case):
         of_bias = {"": 0, "keys": batch * size, "shared": grid, "sequence": batch * grid}[self.bias]
         elements = 4 * sum(self.lengths) * self.nheads * self.headdim + of_bias
         elements += batch * grid if self.probs else 0
-        elements += len(self.relative.replace("b", "")) * sum(self.lengths) * self.nheads * _COLUMNS
+        elements += len(self.relative.strip("bp")) * sum(self.lengths) * self.nheads * _COLUMNS
         return elements * dtype.itemsize + (4 * self.nheads * self.total if self.lse else 0)
 
 
 SMALL = [
     AttentionCase((17, 0, 5), 2, 64, capacity=3, lse=True),
     AttentionCase((19, 6), 1, 32, relative="qkb", lse=True),
+    AttentionCase((18, 5), 1, 16, relative="qkp"),
     AttentionCase((7, 33), 2, 32, bias="sequence", masked=True, dropout_p=0.25, packed_qkv=True),
 ]
 ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
@@ -331,6 +337,7 @@ CASES = [
     AttentionCase((90, 1, 37), 3, 64, relative="qk", packed_qkv=True, lse=True),  # DeBERTa
     AttentionCase((150, 40), 2, 32, relative="qkb", bias="keys", masked=True, dropout_p=0.25, gate=True),
     AttentionCase((33, 0, 70), 2, 64, relative="b", slack=3, capacity=2, lse=True),
+    AttentionCase((33, 0, 70), 2, 64, relative="qbp", bias="keys", slack=3, capacity=2, dropout_p=0.1),
     AttentionCase((29, 29), 4, 16, relative="kb", padded=True, window=(9, 4), kv_heads=2, probs=True),
 ]
 
