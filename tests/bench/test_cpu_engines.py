@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -40,10 +41,22 @@ def test_a_peer_that_is_missing_fails_or_is_wrong_is_a_row():
     assert (failing["status"], failing["error"]) == ("error", "MemoryError: too large")
 
 
-@pytest.mark.sweep
-@pytest.mark.skipif(
+exports = pytest.mark.skipif(
     not all(has(p) for p in engines.PACKAGES), reason="needs ONNX Runtime and OpenVINO: pip install .[bench]"
 )
+
+
+@exports
+@pytest.mark.parametrize("family", engines.UNEXPORTED)
+def test_a_family_without_an_export_says_why(family, tmp_path):
+    bank = engines.Bank(dataclasses.replace(TINY, family=family), 1, tmp_path)
+    for name in ("openvino-fp32", "onnxruntime-fp32"):
+        with pytest.raises(RuntimeError, match=f"no ONNX export: .*{engines.UNEXPORTED[family]}"):
+            bank.forward(name)
+
+
+@pytest.mark.sweep
+@exports
 def test_the_exported_peers_compute_the_same(tmp_path):
     names = ("transformers-fp32", "openvino-bf16", "openvino-fp32", "onnxruntime-int8", "onnxruntime-fp32")
     found = encoder.build(engines.Bank(TINY, 1, tmp_path), names)
