@@ -21,6 +21,7 @@ def _wgmma(name: str, old: str, new: str) -> Fault:
 
 
 _hopper = faults_of(_HERE + "hopper.cpp")
+_cluster = faults_of(_HERE + "cluster.cpp")
 
 
 def _in(file: str, name: str, old: str, new: str) -> Fault:
@@ -54,7 +55,32 @@ FAULTS = (
     _hopper("no zeros outside", "               std::memset(at, 0, count);\n", "               (void)count;\n"),
     _hopper("tiles are there at once", "on_write<16>(w, to, l, ASYNC, in_flight);", "on_write<16>(w, to, l, ASYNC, valid);"),
     _hopper("ends with a store in flight", "if (w.hopper_state && !hopper(w).stores.empty()) {", "if (w.hopper_state && hopper(w).stores.size() > 99) {"),
-    _hopper("only the reader's fence counts", "std::max(own, hopper(w.block->warps[writer]).fenced)", "std::max(own, 0 * hopper(w.block->warps[writer]).fenced)"),
+    _hopper("only the reader's fence counts", "std::max(own, hopper(writer).fenced)", "std::max(own, 0 * hopper(writer).fenced)"),
+    # clusters
+    _cluster("another block's memory is one's own", "Block& block = blocks[size_t(number - 1)];", "Block& block = *w.block;"),
+    _cluster("a block that has ended is visited", "    if (block.done())\n", "    if (false)\n"),
+    _cluster("every block has begun", "seen[size_t(other.actor)] > 1;", "seen[size_t(other.actor)] > 0;"),
+    _cluster("visits leave no trace", "    block.shared->visits[size_t(w.actor)] = w.block->cluster->now;\n", ""),
+    _cluster("a block ends before it has heard of a visit", "own.clock.seen[v] > visits[v];", "own.clock.seen[v] > 0;"),
+    _cluster("mapa takes any block", "if (rank[l] >= w.block->cluster->blocks.size())", "if (false)"),
+    _cluster("warps that have exited are waited for", "else if (w.state != State::exited)", "else"),
+    _cluster("a phase without end", "    ++phase;\n", "    phase += any ? 0 : 1;\n"),
+    _cluster("the barrier does not wait", "    if (cluster.phase < w.cluster_waits) return false;\n", ""),
+    _cluster("the barrier orders nothing", "    w.block->acquire(w, cluster.done_clock);\n", ""),
+    _cluster("what comes after an arrival is ordered", "    ++w.cluster_arrivals;\n", "    ++w.cluster_arrivals;\n    if (!relaxed) cluster.clock.seen[size_t(w.actor)] += 5;\n"),
+    _cluster("a relaxed arrival orders all", "relaxed ? w.inits : w.block->release(w)", "relaxed ? w.block->release(w) : w.block->release(w)"),
+    _cluster("the fence of mbarriers does nothing", "{ w.inits = w.block->release(w); }", "{ w.block->release(w); }"),
+    _cluster("two arrivals are one", "if (w.cluster_arrivals > w.cluster_waits)", "if (false)"),
+    _cluster("a wait without arrival", "if (w.cluster_waits == w.cluster_arrivals)", "if (false)"),
+    _cluster("a part of a warp at the barrier", "    if (m != w.live)\n", "    if (m != w.live && m == 0)\n"),
+    _hopper("a multicast for the issuer alone", "if (to >> block.rank & 1) issue", "if (block.rank == w.block->rank) issue"),
+    _hopper("a multicast to no block", "if (to == 0 || to >> blocks.size())", "if (to >> blocks.size())"),
+    _hopper("a multicast counts on the issuer's mbarrier", "    for (Barrier& b : hopper(block).barriers)\n        if (b.offset == copy.barrier) {", "    for (Barrier& b : hopper(*copy.warp->block).barriers)\n        if (b.offset == copy.barrier) {"),
+    _hopper("another block's mbarrier needs no order", "    if (&block != w.block) on_barrier(w, block, copy.barrier, l, ATOMIC);\n", ""),
+    _hopper("arrivals stay in the block", "arrived(w, barrier_at(block, uint32_t(offset), l), l);", "arrived(w, barrier_at(*w.block, uint32_t(offset), l), l);"),
+    _in("engine.cpp", "blocks of a cluster from all over the grid", "block.index[d] += cluster.index[d] * launch.cluster[d];", "block.index[d] += cluster.index[d];"),
+    _in("engine.cpp", "clusters along y first", "index[0] = at % sizes[0], index[1] = at / sizes[0] % sizes[1],", "index[0] = at / sizes[1] % sizes[0], index[1] = at % sizes[1],"),
+    _in("program.py", "the text's clusters are ignored", "triple(cluster or required or ())", "triple(cluster or ())"),
     # copies and lanes
     _in("copies.cpp", "copies of no group waited for", "wait(w, m, uint32_t(op.imm[0]), false);", "wait(w, m, uint32_t(op.imm[0]), true);"),
     _in("warps.cpp", "shfl: segments of 16", "segment = c[l] >> 8 & 31;", "segment = c[l] >> 8 & 15;"),
@@ -75,6 +101,8 @@ TESTS = (
     "test_memory_forms",
     "test_copies",
     "test_hopper",
+    "test_clusters",
+    "test_multicasts",
     "test_instructions",
 )
 SUITE = Suite(

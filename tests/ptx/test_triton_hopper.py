@@ -22,6 +22,17 @@ def test_every_op_on_sm_90(op):
 
 
 @pytest.mark.sweep
+def test_clusters():
+    """Blocks that read each other's shared memory, by Triton; tiles that come to all of them, by Gluon."""
+    rows = rows_of("emulated_clusters")
+    assert [r for r in rows if not r["right"]] == []
+    assert {(r["kernel"], r["ctas"]) for r in rows} == {
+        (kernel, ctas) for kernel in ("sums_kernel", "multicast_kernel") for ctas in (2, 4)
+    }
+    assert {"mapa", "ld.shared::cluster", "multicast::cluster"} <= {f for r in rows for f in r["forms"]}
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", LARGER)
 def test_larger_tiles_on_sm_90(op):
     options, forms = LARGER[op]

@@ -15,7 +15,7 @@ using namespace ptx;
 extern "C" {
 
 struct LaunchRequest {
-    uint32_t grid[3], threads[3];
+    uint32_t grid[3], threads[3], cluster[3];
     uint32_t dynamic_shared_bytes;
     uint32_t late, check_overlap, seed;
     int64_t limit;
@@ -42,7 +42,7 @@ const char* ptx_forms() {
     if (text.empty()) {
         control_forms(), integer_forms(), bit_forms(), float_forms(), half_forms(), compare_forms();
         convert_forms(), memory_forms(), atomic_forms(), copy_forms(), barrier_forms(), warp_forms();
-        matrix_forms(), hopper_forms();
+        cluster_forms(), matrix_forms(), hopper_forms();
         for (const Form& f : forms()) text += f.name + "\t" + f.signature + "\n";
     }
     return text.c_str();
@@ -101,6 +101,7 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
     launch.kernel = kernel;
     std::copy_n(request->grid, 3, launch.grid);
     std::copy_n(request->threads, 3, launch.threads);
+    std::copy_n(request->cluster, 3, launch.cluster);
     launch.shared_bytes = kernel->shared_bytes + request->dynamic_shared_bytes;
     launch.parameters = request->parameters;
     launch.parameter_bytes = uint32_t(request->parameter_bytes);

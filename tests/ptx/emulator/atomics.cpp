@@ -7,17 +7,17 @@ namespace {
 struct Add { template <class T> T operator()(T a, T b) const { return T(a + b); } };
 struct Min { template <class T> T operator()(T a, T b) const { return b < a ? b : a; } };
 struct Max { template <class T> T operator()(T a, T b) const { return a < b ? b : a; } };
-template <class T>
-T* cell(Warp& w, Space space, uint64_t address, uint32_t lane) {
+template <Space space, class T>
+T* cell(Warp& w, uint64_t address, uint32_t lane) {
     const Space where = space == Space::generic ? resolve(address) : space;
     if (where == Space::global) {
         // Two blocks may update one address: what is checked is that it is theirs to touch.
         global_access(*w.block->launch, address, sizeof(T), lane, "an atomic update");
         return reinterpret_cast<T*>(address);
     }
-    if (where != Space::shared) fail(Kind::out_of_bounds, 1u << lane, address, "an atomic update of local memory");
-    const uint32_t at = space == Space::shared ? shared_offset(address) : uint32_t(address);
-    Shared& shared = *w.block->shared;
+    if (where == Space::local) fail(Kind::out_of_bounds, 1u << lane, address, "an atomic update of local memory");
+    Shared& shared = shared_at<space>(w, address, lane);
+    const uint32_t at = uint32_t(address);
     shared.check(at, sizeof(T), lane, "an atomic update");
     for (uint32_t i = 0; i < sizeof(T); ++i)
         if (shared.state[at + i] == empty)
@@ -33,7 +33,7 @@ void update(Warp& w, const Op& op, uint32_t m) {
     const T* value = w.lane<T>(op.src[1]);
     T old[LANES];
     for_lanes(m, [&](uint32_t l) {
-        T* memory = cell<T>(w, space, at[l], l);
+        T* memory = cell<space, T>(w, at[l], l);
         old[l] = *memory;
         *memory = F{}(old[l], value[l]);
     });
@@ -65,7 +65,7 @@ REGISTERS void all(const std::string& where) {
 }  // namespace
 
 REGISTERS void atomic_forms() {
-    all<Space::global>("global"), all<Space::shared>("shared");
+    all<Space::global>("global"), all<Space::shared>("shared"), all<Space::cluster>("cluster");
 }
 
 }  // namespace ptx

@@ -16,11 +16,11 @@ void Block::barrier_check(int id) {
     if (b.arrived < expected) return;
     const NamedBarrier done = b;
     b = NamedBarrier{};
-    ++now;
+    const uint32_t now = ++cluster->now;
     Clock clock = done.clock;
-    clock.seen.resize(warps.size(), 0);
+    clock.seen.resize(warps[0].clock.seen.size(), 0);
     for (size_t v = 0; v < warps.size(); ++v)
-        if (done.waiting >> v & 1) clock.seen[v] = now;
+        if (done.waiting >> v & 1) clock.seen[size_t(warps[v].actor)] = now;
     for (size_t v = 0; v < warps.size(); ++v) {
         if (!(done.waiting >> v & 1)) continue;
         warps[v].state = State::running;

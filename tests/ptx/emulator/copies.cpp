@@ -28,8 +28,8 @@ void land(Warp& w, const Copy& copy, uint32_t lanes) {
         if (copy.read[l]) std::memcpy(to, reinterpret_cast<const void*>(copy.source[l]), copy.read[l]);
         for (uint32_t i = 0; i < copy.bytes; ++i) {
             shared.state[at + i] = valid;
-            shared.writer[at + i] = uint8_t(w.index);
-            shared.write_time[at + i] = w.block->now;
+            shared.writer[at + i] = uint16_t(w.actor);
+            shared.write_time[at + i] = w.block->cluster->now;
         }
     });
 }

@@ -23,10 +23,10 @@ SLOTS = {0: 1, 1: 1, 2: 1, 4: 2, 8: 4}  # of 64 bytes, by the bytes of a registe
 # In the order of `set_special` in engine.cpp.
 SPECIALS = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
 SPECIALS += ["%laneid", "%warpid"]
-ONES = ["%cluster_nctarank", *(f"%{n}.{a}" for n in ("cluster_nctaid", "nclusterid") for a in "xyz")]
-ZEROS = ["%cluster_ctarank", *(f"%{n}.{a}" for n in ("cluster_ctaid", "clusterid") for a in "xyz")]
+CLUSTERS = ("cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid")
+SPECIALS += [f"%{name}.{axis}" for name in CLUSTERS for axis in "xyz"]
+SPECIALS += ["%cluster_ctarank", "%cluster_nctarank"]
 SPECIAL_NUMBERS = {name: i for i, name in enumerate(SPECIALS)}
-SPECIAL_NUMBERS |= dict.fromkeys(ONES, 14) | dict.fromkeys(ZEROS, 15)
 
 
 class Mismatch(Exception):

@@ -70,6 +70,7 @@ void Warp::exit(uint32_t lanes) {
         for (Ending ending : endings()) ending(*this);
         stop();
         for (int id = 0; id < 16; ++id) block->barrier_check(id);
+        block->cluster->barrier_check();
     }
 }
 
@@ -83,7 +84,7 @@ void Clock::join(const Clock& other) {
 void Warp::clock_changed() { earliest = *std::min_element(clock.seen.begin(), clock.seen.end()); }
 
 Clock Block::release(Warp& warp) {
-    warp.clock.seen[warp.index] = ++now;
+    warp.clock.seen[size_t(warp.actor)] = ++cluster->now;
     warp.clock_changed();
     return warp.clock;
 }
@@ -138,7 +139,7 @@ void turn(Warp& w) {
             w.reconverge();
         }
     }
-    w.block->executed += begin - left;
+    w.block->cluster->executed += begin - left;
 }
 
 void fill(uint8_t* at, const std::vector<uint32_t>& values) { std::memcpy(at, values.data(), 4 * LANES); }
@@ -159,35 +160,46 @@ void set_special(Warp& w, const Special& special) {
             case 9: case 10: case 11: lanes[l] = launch.grid[special.id - 9]; break;
             case 12: lanes[l] = l; break;
             case 13: lanes[l] = w.index; break;
-            case 14: lanes[l] = 1; break;  // the number of blocks of a cluster, or of clusters
-            default: lanes[l] = 0; break;  // the rank in a cluster of one block
+            case 14: case 15: case 16: lanes[l] = b.index[special.id - 14] % launch.cluster[special.id - 14]; break;
+            case 17: case 18: case 19: lanes[l] = launch.cluster[special.id - 17]; break;
+            case 20: case 21: case 22: lanes[l] = b.cluster->index[special.id - 20]; break;
+            case 23: case 24: case 25: lanes[l] = launch.grid[special.id - 23] / launch.cluster[special.id - 23]; break;
+            case 26: lanes[l] = b.rank; break;
+            default: lanes[l] = uint32_t(b.cluster->blocks.size()); break;
         }
     }
     fill(w.file + size_t(special.slot) * 64, lanes);
     w.written[special.slot] = ALL;
 }
 
-void set_up(Block& block, Launch& launch, uint32_t number, uint32_t start) {
+// Place `at` of a box of `sizes`, x first.
+void place(uint32_t at, const uint32_t* sizes, uint32_t* index) {
+    index[0] = at % sizes[0], index[1] = at / sizes[0] % sizes[1], index[2] = at / (sizes[0] * sizes[1]);
+}
+
+void set_up(Cluster& cluster, uint32_t rank, Launch& launch) {
     const Kernel& kernel = *launch.kernel;
-    block = Block{};
+    Block& block = cluster.blocks[rank];
     block.launch = &launch;
-    block.number = number;
-    block.index[0] = number % launch.grid[0];
-    block.index[1] = number / launch.grid[0] % launch.grid[1];
-    block.index[2] = number / (launch.grid[0] * launch.grid[1]);
+    block.cluster = &cluster;
+    block.rank = rank;
+    place(rank, launch.cluster, block.index);
+    for (int d = 0; d < 3; ++d) block.index[d] += cluster.index[d] * launch.cluster[d];
+    block.number = block.index[0] + launch.grid[0] * (block.index[1] + launch.grid[1] * block.index[2]);
     const uint32_t threads = launch.threads[0] * launch.threads[1] * launch.threads[2];
-    const uint32_t warps = (threads + LANES - 1) / LANES;
+    const uint32_t warps = (threads + LANES - 1) / LANES, actors = warps * uint32_t(cluster.blocks.size());
+    cluster.warps_per_block = int(warps);
     block.warps.resize(warps);
     const size_t bytes = size_t(kernel.slots) * 64;
     block.files.resize(bytes * warps + 64);
     uint8_t* base = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(block.files.data()) + 63) & ~63ull);
-    block.now = start;
-    block.shared = std::make_unique<Shared>(launch.shared_bytes, warps);
+    block.shared = std::make_unique<Shared>(launch.shared_bytes, actors);
     if (launch.shared_image) block.shared->preset(launch.shared_image, launch.image_bytes);
     for (uint32_t i = 0; i < warps; ++i) {
         Warp& w = block.warps[i];
         w.block = &block;
         w.index = int(i);
+        w.actor = int(rank * warps + i);
         w.file = base + bytes * i;
         w.written.assign(kernel.slots, 0);
         std::memcpy(w.file, kernel.constants.data(), kernel.constants.size());
@@ -195,79 +207,93 @@ void set_up(Block& block, Launch& launch, uint32_t number, uint32_t start) {
         for (const Special& special : kernel.specials) set_special(w, special);
         const uint32_t lanes = std::min<uint32_t>(LANES, threads - i * LANES);
         w.mask = w.live = lanes == LANES ? ALL : (1u << lanes) - 1;
-        w.clock.seen.assign(warps, start);
+        w.clock.seen.assign(actors, cluster.now);
         w.clock_changed();
         w.local.assign(size_t(kernel.local_bytes) * LANES, 0xFF);
     }
 }
 
-std::string standing(const Block& block) {
+// `f` of each warp of a cluster.
+template <class F>
+void for_warps(Cluster& cluster, F f) {
+    for (Block& block : cluster.blocks)
+        for (Warp& w : block.warps) f(w);
+}
+
+std::string standing(Cluster& cluster) {
     std::string text = "no warp can continue:";
-    for (const Warp& w : block.warps) {
+    for_warps(cluster, [&](const Warp& w) {
+        if (cluster.blocks.size() > 1 && w.index == 0) text += " of block " + std::to_string(w.block->rank) + ":";
         text += " warp " + std::to_string(w.index);
         if (w.state == State::exited) text += " has ended,";
         if (w.state == State::at_barrier) text += " waits at barrier " + std::to_string(w.barrier) + ",";
-        if (w.state == State::blocked) text += " waits for an asynchronous operation,";
-    }
+        if (w.state == State::blocked)
+            text += w.cluster_waits > cluster.phase ? " waits at the cluster's barrier,"
+                                                    : " waits for an asynchronous operation,";
+    });
     text.pop_back();
     return text;
 }
 
-// Let warps take turns until the block is done or has had `quantum` statements. Returns whether it is done.
-bool advance(Block& block, int64_t quantum) {
-    Launch& launch = *block.launch;
-    const int64_t end = block.executed + quantum;
+// Let warps take turns until the cluster is done or has had `quantum` statements. Returns whether it is done.
+bool advance(Cluster& cluster, Launch& launch, int64_t quantum) {
+    const int64_t end = cluster.executed + quantum;
     std::vector<Warp*> able;
-    while (!block.done() && block.executed < end) {
+    while (!cluster.done() && cluster.executed < end) {
         able.clear();
-        for (Warp& w : block.warps) {
+        for_warps(cluster, [&](Warp& w) {
             if (w.state == State::blocked && w.ready(w)) w.state = State::running;
             if (w.state == State::running) able.push_back(&w);
-        }
+        });
         if (able.empty()) {
             bool moved = false;
-            for (Progress progress : standstills()) moved = moved || progress(block);
+            for (Progress progress : standstills()) moved = moved || progress(cluster);
             if (moved) continue;
             launch.current = nullptr;
-            for (Warp& w : block.warps)
+            for_warps(cluster, [&](Warp& w) {
                 if (w.state != State::exited) launch.current = &w;
-            fail(Kind::deadlock, 0, 0, standing(block));
+            });
+            fail(Kind::deadlock, 0, 0, standing(cluster));
         }
         Warp& w = *able[launch.random() % able.size()];
         launch.current = &w;
         w.budget = 1 + launch.random() % 512;
         turn(w);
-        if (block.executed > launch.limit)
-            fail(Kind::deadlock, w.mask, 0, "no end after " + std::to_string(block.executed) + " statements");
+        if (cluster.executed > launch.limit)
+            fail(Kind::deadlock, w.mask, 0, "no end after " + std::to_string(cluster.executed) + " statements");
     }
-    return block.done();
+    return cluster.done();
 }
 
 }  // namespace
 
-// Blocks in random order, one after another; where one may wait for another, they take turns.
+// Clusters in random order, one after another; where one may wait for another, they take turns.
 void run_blocks(Launch& launch) {
-    const uint32_t count = launch.grid[0] * launch.grid[1] * launch.grid[2];
+    uint32_t clusters[3];
+    for (int d = 0; d < 3; ++d) clusters[d] = launch.grid[d] / launch.cluster[d];
+    const uint32_t count = clusters[0] * clusters[1] * clusters[2];
+    const uint32_t size = launch.cluster[0] * launch.cluster[1] * launch.cluster[2];
     std::vector<uint32_t> order(count);
     for (uint32_t i = 0; i < count; ++i) order[i] = i;
     for (uint32_t i = count; i > 1; --i) std::swap(order[i - 1], order[launch.random() % i]);
     const int64_t quantum = launch.kernel->waits_for_blocks ? 100000 : INT64_MAX / 2;
-    std::vector<std::unique_ptr<Block>> resident, spare;
+    std::vector<std::unique_ptr<Cluster>> resident;
     uint32_t started = 0;
     size_t next = 0;
     while (started < count || !resident.empty()) {
-        // A new block first: one that waits does so for a block that may not have begun.
+        // A new one first: one that waits does so for a block that may not have begun.
         if (started < count) {
-            auto block = spare.empty() ? std::make_unique<Block>() : std::move(spare.back());
-            if (!spare.empty()) spare.pop_back();
-            set_up(*block, launch, order[started++], 1);
-            resident.push_back(std::move(block));
+            auto cluster = std::make_unique<Cluster>();
+            place(order[started++], clusters, cluster->index);
+            cluster->blocks.resize(size);
+            for (uint32_t rank = 0; rank < size; ++rank) set_up(*cluster, rank, launch);
+            resident.push_back(std::move(cluster));
             next = resident.size() - 1;
         }
         next %= resident.size();
         bool done;
         try {
-            done = advance(*resident[next], quantum);
+            done = advance(*resident[next], launch, quantum);
         } catch (Fault& fault) {
             if (const Warp* w = launch.current) {
                 fault.line = launch.kernel->ops[w->pc].line;
@@ -277,9 +303,8 @@ void run_blocks(Launch& launch) {
             throw;
         }
         if (done) {
-            const Block& block = *resident[next];
+            const Block& block = resident[next]->blocks[0];
             if (launch.shared_result) block.shared->copy(launch.shared_result, launch.image_bytes);
-            spare.push_back(std::move(resident[next]));
             resident.erase(resident.begin() + long(next));
         } else {
             ++next;

@@ -1,4 +1,4 @@
-// The engine: blocks of warps that run decoded PTX statements, 32 lanes at a time.
+// The engine: clusters of blocks of warps that run decoded PTX statements, 32 lanes at a time.
 //
 // A register is an array of 32 lane values as wide as it was declared, at a multiple of 64 bytes in its warp's
 // file; a predicate is one 32-bit mask. Its number ("slot") is its offset divided by 64. Constants, addresses of
@@ -26,6 +26,7 @@ constexpr uint64_t WINDOW = 1ull << 32;
 
 struct Warp;
 struct Block;
+struct Cluster;
 struct Launch;
 struct Op;
 
@@ -65,7 +66,8 @@ struct Fault {
     uint32_t line = 0, block = 0, warp = 0;
 };
 
-// A warp's knowledge of other warps: `seen[v]` is the time of the last release of warp v that it has acquired.
+// A warp's knowledge of the warps of its cluster: `seen[v]` is the time of the last release of warp v that it has
+// acquired.
 // An access of warp v at time t happens before what this warp does now if t < seen[v].
 struct Clock {
     std::vector<uint32_t> seen;
@@ -86,7 +88,8 @@ enum class State { running, at_barrier, blocked, exited };
 
 struct Warp {
     Block* block = nullptr;
-    int index = 0;
+    int index = 0;   // in its block
+    int actor = 0;   // in its cluster: of clocks
     uint8_t* file = nullptr;
     std::vector<uint32_t> written;  // per slot: lanes that hold a value
 
@@ -109,6 +112,8 @@ struct Warp {
     std::vector<Copy> copies;
     uint32_t committed[LANES] = {};
     std::vector<uint8_t> local;
+    uint32_t cluster_arrivals = 0, cluster_waits = 0;  // at the cluster's barrier
+    Clock inits;  // when it last fenced mbarriers that it had initialised
     std::shared_ptr<void> hopper_state;  // of hopper.cpp
 
     template <class T>
@@ -138,14 +143,13 @@ struct NamedBarrier {
 
 struct Block {
     Launch* launch = nullptr;
-    uint32_t number = 0;
+    Cluster* cluster = nullptr;
+    uint32_t number = 0, rank = 0;
     uint32_t index[3] = {};
     std::vector<Warp> warps;
     std::vector<uint8_t> files;
     std::unique_ptr<Shared> shared;
     NamedBarrier barriers[16];
-    uint32_t now = 1;  // of the clocks
-    int64_t executed = 0;
     int exited = 0;
     std::shared_ptr<void> hopper_state;
 
@@ -154,6 +158,23 @@ struct Block {
     // Everything that the warp did so far, as a clock that others may acquire.
     Clock release(Warp& warp);
     void barrier_check(int id);
+};
+
+// Blocks that may access each other's shared memory. Without clusters each block is one of its own.
+struct Cluster {
+    uint32_t index[3] = {};
+    std::vector<Block> blocks;
+    int warps_per_block = 0;
+    uint32_t now = 1;  // of the clocks
+    int64_t executed = 0;
+    // The barrier of all warps that have not exited: phases that are over; what the arrived warps had released,
+    // and those of these phases.
+    uint32_t phase = 0;
+    Clock clock, done_clock;
+
+    bool done() const;
+    Warp& warp(int actor) { return blocks[size_t(actor / warps_per_block)].warps[size_t(actor % warps_per_block)]; }
+    void barrier_check();
 };
 
 struct Allocation {
@@ -178,6 +199,7 @@ struct Kernel {
 struct Launch {
     const Kernel* kernel;
     uint32_t grid[3], threads[3];
+    uint32_t cluster[3];    // its blocks
     uint32_t shared_bytes;  // static and dynamic
     const uint8_t* parameters;
     uint32_t parameter_bytes;
@@ -185,7 +207,7 @@ struct Launch {
     size_t recent = 0;                    // the allocation that was hit last
     bool late;                            // an asynchronous copy lands as late as its wait allows
     bool check_overlap;
-    int64_t limit;  // statements of one block
+    int64_t limit;  // statements of one cluster
     std::mt19937 random;
     const uint8_t* shared_image = nullptr;  // content of shared memory at the start
     uint8_t* shared_result = nullptr;
@@ -196,7 +218,7 @@ struct Launch {
 [[noreturn]] void fail(Kind kind, uint32_t lanes, uint64_t address, const std::string& text);
 
 // Called when no warp can run: complete something in flight and return true, or false if there is nothing.
-using Progress = bool (*)(Block&);
+using Progress = bool (*)(Cluster&);
 void on_standstill(Progress progress);
 // Called when a warp has ended.
 using Ending = void (*)(Warp&);
@@ -233,6 +255,7 @@ void memory_forms();
 void atomic_forms();
 void copy_forms();
 void barrier_forms();
+void cluster_forms();
 void warp_forms();
 void matrix_forms();
 void hopper_forms();

@@ -23,17 +23,21 @@ namespace {
 
 // ---- mbarrier -------------------------------------------------------------------------------------------
 
-uint32_t barrier_offset(Warp& w, const Op& op, uint32_t lane, uint8_t flag) {
+void on_barrier(Warp& w, Block& block, uint64_t offset, uint32_t lane, uint16_t flag) {
+    block.shared->check(offset, 8, lane, "an mbarrier");
+    block.shared->on_write<8>(w, uint32_t(offset), lane, flag);
+}
+
+uint32_t barrier_offset(Warp& w, const Op& op, uint32_t lane, uint16_t flag) {
     uint64_t at[LANES];
     addresses(w, op, 0, 0, at);
     const uint32_t offset = shared_offset(at[lane]);
-    w.block->shared->check(offset, 8, lane, "an mbarrier");
-    w.block->shared->on_write<8>(w, offset, lane, flag);
+    on_barrier(w, *w.block, offset, lane, flag);
     return offset;
 }
 
-Barrier& barrier_at(Warp& w, uint32_t offset, uint32_t lane) {
-    for (Barrier& b : hopper(*w.block).barriers)
+Barrier& barrier_at(Block& block, uint32_t offset, uint32_t lane) {
+    for (Barrier& b : hopper(block).barriers)
         if (b.offset == offset) return b;
     fail(Kind::uninitialised_read, 1u << lane, offset, "an mbarrier that was not initialised");
 }
@@ -61,7 +65,7 @@ void init(Warp& w, const Op& op, uint32_t m) {
 void inval(Warp& w, const Op& op, uint32_t m) {
     for_lanes(m, [&](uint32_t l) {
         const uint32_t offset = barrier_offset(w, op, l, 0);
-        Barrier* b = &barrier_at(w, offset, l);
+        Barrier* b = &barrier_at(*w.block, offset, l);
         if (b->bytes != 0)
             fail(Kind::shared_race, 1u << l, offset, "mbarrier.inval while copies that it counts are in flight");
         auto& all = hopper(*w.block).barriers;
@@ -79,13 +83,25 @@ void arrived(Warp& w, Barrier& b, uint32_t lane) {
 }
 
 void arrive(Warp& w, const Op& op, uint32_t m) {
-    for_lanes(m, [&](uint32_t l) { arrived(w, barrier_at(w, barrier_offset(w, op, l, ATOMIC), l), l); });
+    for_lanes(m, [&](uint32_t l) { arrived(w, barrier_at(*w.block, barrier_offset(w, op, l, ATOMIC), l), l); });
+}
+
+// At an mbarrier of any block of the cluster.
+void arrive_in_cluster(Warp& w, const Op& op, uint32_t m) {
+    uint64_t at[LANES];
+    addresses(w, op, 0, 0, at);
+    for_lanes(m, [&](uint32_t l) {
+        uint64_t offset = shared_offset(at[l]);
+        Block& block = block_of(w, offset, l);
+        on_barrier(w, block, offset, l, ATOMIC);
+        arrived(w, barrier_at(block, uint32_t(offset), l), l);
+    });
 }
 
 void arrive_expect(Warp& w, const Op& op, uint32_t m) {
     const uint32_t* bytes = w.lane<uint32_t>(op.src[1]);
     for_lanes(m, [&](uint32_t l) {
-        Barrier& b = barrier_at(w, barrier_offset(w, op, l, ATOMIC), l);
+        Barrier& b = barrier_at(*w.block, barrier_offset(w, op, l, ATOMIC), l);
         b.bytes += bytes[l];
         arrived(w, b, l);
     });
@@ -104,7 +120,7 @@ void wait_parity(Warp& w, const Op& op, uint32_t m) {
     uint32_t over = 0;
     for_lanes(m, [&](uint32_t l) {
         const uint32_t offset = barrier_offset(w, op, l, ATOMIC);
-        Barrier& b = barrier_at(w, offset, l);
+        Barrier& b = barrier_at(*w.block, offset, l);
         if (parity[l] > 1) fail(Kind::bad_launch, 1u << l, offset, "a parity that is neither 0 nor 1");
         if (b.phase != parity[l]) {
             over |= 1u << l;
@@ -188,38 +204,37 @@ void pieces(const TensorMap& map, const int32_t* coordinates, uint32_t target, F
     }
 }
 
-void check_target(Warp& w, const TensorMap& map, uint32_t at, uint32_t lane, const char* what) {
+void check_target(Block& block, const TensorMap& map, uint32_t at, uint32_t lane, const char* what) {
     if (at & 127) Shared::misaligned(at, 128, lane, what);
     if (map.swizzle && map.box[0] * map.element_bytes > map.swizzle)
         fail(Kind::bad_launch, 1u << lane, at, "a tensor map whose rows are longer than its swizzle");
-    if (at + map.bytes() > w.block->shared->bytes)
+    if (at + map.bytes() > block.shared->bytes)
         fail(Kind::out_of_bounds, 1u << lane, at, std::string(what) + " outside the block's shared memory");
 }
 
-void read_tile(Warp& w, const TileCopy& copy, uint32_t lane) {
+void read_tile(Block& block, const TileCopy& copy) {
     pieces(copy.map, copy.coordinates, copy.shared,
            [&](uint64_t from, uint32_t to, uint32_t count, uint32_t skipped, uint32_t there) {
-               uint8_t* at = w.block->shared->data.data() + to;
+               uint8_t* at = block.shared->data.data() + to;
                std::memset(at, 0, count);
                if (there) {
                    for (uint32_t i = 0; i < there; i += copy.map.element_bytes)
-                       global_access(*w.block->launch, from + i, copy.map.element_bytes, lane, "a copy of a tile");
+                       global_access(*block.launch, from + i, copy.map.element_bytes, copy.lane, "a copy of a tile");
                    std::memcpy(at + skipped, reinterpret_cast<const void*>(from), there);
                }
            });
 }
 
-void set_state(Warp& w, const TileCopy& copy, uint8_t state) {
+void set_state(Block& block, const TileCopy& copy, uint8_t state) {
     pieces(copy.map, copy.coordinates, copy.shared,
            [&](uint64_t, uint32_t to, uint32_t count, uint32_t, uint32_t) {
-               std::memset(w.block->shared->state.data() + to, state, count);
+               std::memset(block.shared->state.data() + to, state, count);
            });
 }
 
 void land(Block& block, TileCopy& copy) {
-    Warp& w = block.warps[copy.warp];
-    if (block.launch->late) read_tile(w, copy, copy.lane);
-    set_state(w, copy, valid);
+    if (block.launch->late) read_tile(block, copy);
+    set_state(block, copy, valid);
     for (Barrier& b : hopper(block).barriers)
         if (b.offset == copy.barrier) {
             b.clock.join(copy.clock);
@@ -230,36 +245,51 @@ void land(Block& block, TileCopy& copy) {
     fail(Kind::shared_race, 1u << copy.lane, copy.barrier, "a copy of a tile finds no mbarrier when it lands");
 }
 
+// The tile comes to `block`, to the place that the address names in each block, and counts on its mbarrier.
+void issue(Warp& w, Block& block, TileCopy copy) {
+    const uint32_t l = copy.lane;
+    visit(w, block, copy.shared, l);
+    check_target(block, copy.map, copy.shared, l, "a copy of a tile");
+    if (&block != w.block) on_barrier(w, block, copy.barrier, l, ATOMIC);
+    barrier_at(block, copy.barrier, l);
+    pieces(copy.map, copy.coordinates, copy.shared,
+           [&](uint64_t, uint32_t to, uint32_t count, uint32_t, uint32_t) {
+               for (uint32_t i = 0; i < count; ++i)
+                   if (block.shared->state[to + i] == in_flight)
+                       fail(Kind::shared_race, 1u << l, to, "a copy of a tile to bytes of one in flight");
+               if (count != 16) fail(Kind::bad_launch, 1u << l, to, "rows of a tile that are no 16 bytes");
+               block.shared->on_write<16>(w, to, l, ASYNC, in_flight);
+               std::memset(block.shared->data.data() + to, 0xFF, 16);
+           });
+    // What this warp did until now, it releases; what it does from now on, it does not.
+    copy.clock = w.block->release(w);
+    if (!block.launch->late) read_tile(block, copy);
+    hopper(block).copies.push_back(copy);
+}
+
+// `multicast`: the last operand has a bit for each block of the cluster that the tile comes to.
+template <bool multicast>
 void load_tile(Warp& w, const Op& op, uint32_t m) {
     uint64_t target[LANES], barrier[LANES];
     addresses(w, op, 0, 0, target);
-    const size_t rank = op.src.size() - 3;
+    const size_t rank = op.src.size() - 3 - multicast;
     addresses(w, op, 2 + rank, 4, barrier);
+    auto& blocks = w.block->cluster->blocks;
     for_lanes(m, [&](uint32_t l) {
         TileCopy copy;
         copy.map = map_of(w, op, 1, 2, l);
         copy.shared = shared_offset(target[l]);
         copy.barrier = shared_offset(barrier[l]);
-        copy.warp = uint32_t(w.index), copy.lane = l;
+        copy.warp = &w, copy.lane = l;
         if (copy.map.rank != rank) fail(Kind::bad_launch, 1u << l, 0, "a tensor map of another rank than the copy");
         for (size_t d = 0; d < rank; ++d) copy.coordinates[d] = w.lane<int32_t>(op.src[2 + d])[l];
-        check_target(w, copy.map, copy.shared, l, "a copy of a tile");
-        barrier_at(w, copy.barrier, l);
-        pieces(copy.map, copy.coordinates, copy.shared,
-               [&](uint64_t, uint32_t to, uint32_t count, uint32_t, uint32_t) {
-                   for (uint32_t i = 0; i < count; ++i)
-                       if (w.block->shared->state[to + i] == in_flight)
-                           fail(Kind::shared_race, 1u << l, to, "a copy of a tile to bytes of one in flight");
-                   if (count != 16) fail(Kind::bad_launch, 1u << l, to, "rows of a tile that are no 16 bytes");
-                   w.block->shared->on_write<16>(w, to, l, ASYNC, in_flight);
-                   std::memset(w.block->shared->data.data() + to, 0xFF, 16);
-               });
-        // What this warp did until now, it releases; what it does from now on, it does not.
-        copy.clock = w.block->release(w);
-        if (!w.block->launch->late) read_tile(w, copy, l);
-        hopper(*w.block).copies.push_back(copy);
+        const uint32_t to = multicast ? w.lane<uint16_t>(op.src.back())[l] : 1u << w.block->rank;
+        if (to == 0 || to >> blocks.size())
+            fail(Kind::bad_launch, 1u << l, to, "a multicast to no block, or to one that the cluster does not have");
+        for (Block& block : blocks)
+            if (to >> block.rank & 1) issue(w, block, copy);
     });
-    if (!w.block->launch->late) land_copies(*w.block);
+    if (!w.block->launch->late) land_copies(*w.block->cluster);
 }
 
 void write_tile(Warp& w, const TileCopy& copy) {
@@ -286,10 +316,10 @@ void store_tile(Warp& w, const Op& op, uint32_t m) {
         TileCopy copy;
         copy.map = map_of(w, op, 0, 0, l);
         copy.shared = shared_offset(source[l]);
-        copy.warp = uint32_t(w.index), copy.lane = l;
+        copy.warp = &w, copy.lane = l;
         if (copy.map.rank != rank) fail(Kind::bad_launch, 1u << l, 0, "a tensor map of another rank than the store");
         for (size_t d = 0; d < rank; ++d) copy.coordinates[d] = w.lane<int32_t>(op.src[1 + d])[l];
-        check_target(w, copy.map, copy.shared, l, "a store of a tile");
+        check_target(*w.block, copy.map, copy.shared, l, "a store of a tile");
         pieces(copy.map, copy.coordinates, copy.shared,
                [&](uint64_t, uint32_t at, uint32_t count, uint32_t, uint32_t) {
                    if (count != 16) fail(Kind::bad_launch, 1u << l, at, "rows of a tile that are no 16 bytes");
@@ -340,9 +370,7 @@ void ended(Warp& w) {
     fail(Kind::shared_race, 0, copy.shared, "the block ends while a tile that no warp waited for is in flight");
 }
 
-void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->now++; }
-
-void nothing(Warp&, const Op&, uint32_t) {}
+void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->cluster->now++; }
 
 // Registers are not counted here: only what every device refuses is.
 void set_registers(Warp& w, const Op& op, uint32_t m) {
@@ -354,19 +382,26 @@ void set_registers(Warp& w, const Op& op, uint32_t m) {
 
 }  // namespace
 
-bool land_copies(Block& block) {
-    auto& copies = hopper(block).copies;
-    if (copies.empty()) return false;
-    if (!block.launch->late) {
+bool land_copies(Cluster& cluster) {
+    Launch& launch = *cluster.blocks[0].launch;
+    size_t count = 0;
+    for (Block& block : cluster.blocks) {
+        auto& copies = hopper(block).copies;
+        count += copies.size();
+        if (launch.late) continue;
         for (TileCopy& copy : copies) land(block, copy);
         copies.clear();
-        return true;
     }
+    if (count == 0 || !launch.late) return count != 0;
     // In any order, one at a time: a warp runs as soon as it can.
-    std::swap(copies[block.launch->random() % copies.size()], copies.back());
+    size_t chosen = launch.random() % count;
+    Block* block = cluster.blocks.data();
+    for (; chosen >= hopper(*block).copies.size(); ++block) chosen -= hopper(*block).copies.size();
+    auto& copies = hopper(*block).copies;
+    std::swap(copies[chosen], copies.back());
     TileCopy copy = copies.back();
     copies.pop_back();
-    land(block, copy);
+    land(*block, copy);
     return true;
 }
 
@@ -376,9 +411,9 @@ void async_read(Warp& w, uint32_t at, uint32_t size, const char* what) {
     const Shared& shared = *w.block->shared;
     const uint32_t own = hopper(w).fenced;
     for (uint32_t i = at; i < at + size; ++i) {
-        const uint32_t writer = shared.writer[i] & 0x1F;
+        Warp& writer = w.block->cluster->warp(shared.writer[i] & ACTOR);
         if (shared.write_time[i] == 0 || (shared.writer[i] & ASYNC)) continue;
-        if (std::max(own, hopper(w.block->warps[writer]).fenced) >= shared.write_time[i]) continue;
+        if (std::max(own, hopper(writer).fenced) >= shared.write_time[i]) continue;
         warn(w, std::string(what) + " reads shared memory that was written without a fence.proxy.async since");
         return;
     }
@@ -389,19 +424,25 @@ REGISTERS void hopper_forms() {
     form("mbarrier.inval.shared::cta.b64", "@", inval);
     form("mbarrier.arrive.shared::cta.b64", "=b64 @", arrive);
     form("mbarrier.arrive.expect_tx.shared::cta.b64", "=b64 @ b32", arrive_expect);
-    form("mbarrier.try_wait.parity.shared::cta.b64", "=p @ b32", wait_parity);
-    form("fence.proxy.async.shared::cta", "", proxy_fence);
+    for (const std::string order : {"", ".release.cluster"})
+        form("mbarrier.arrive" + order + ".shared::cluster.b64", "=b64 @", arrive_in_cluster);
+    for (const std::string order : {"", ".acquire.cluster"})
+        form("mbarrier.try_wait.parity" + order + ".shared::cta.b64", "=p @ b32", wait_parity);
+    for (const char* of : {"shared::cta", "shared::cluster"})
+        form(std::string("fence.proxy.async.") + of, "", proxy_fence);
     for (const std::string mode : {"", ".tile"}) {
         for (const std::string to : {".shared::cta", ".shared::cluster"})
             form("cp.async.bulk.tensor.2d" + to + ".global" + mode + ".mbarrier::complete_tx::bytes", "@ @+b32*2 @",
-                 load_tile);
+                 load_tile<false>);
+        form("cp.async.bulk.tensor.2d.shared::cluster.global" + mode +
+                 ".mbarrier::complete_tx::bytes.multicast::cluster",
+             "@ @+b32*2 @ b16", load_tile<true>);
         form("cp.async.bulk.tensor.2d.global.shared::cta" + mode + ".bulk_group", "@+b32*2 @", store_tile);
     }
     form("cp.async.bulk.commit_group", "", commit);
     form("cp.async.bulk.wait_group", "#", wait_group);
     form("cp.async.bulk.wait_group.read", "#", wait_group);
     form("prefetch.tensormap", "@", prefetch_map);
-    form("fence.mbarrier_init.release.cluster", "", nothing);
     form("setmaxnreg.inc.sync.aligned.u32", "#", set_registers);
     form("setmaxnreg.dec.sync.aligned.u32", "#", set_registers);
     wgmma_forms();

@@ -28,7 +28,8 @@ static_assert(sizeof(TensorMap) == 128);
 struct TileCopy {
     TensorMap map;
     int32_t coordinates[5];
-    uint32_t shared, barrier, warp, lane, group;
+    uint32_t shared, barrier, lane, group;
+    Warp* warp;  // that issued it; a multicast is one copy per block
     Clock clock;
 };
 
@@ -64,7 +65,7 @@ struct HopperWarp {
 
 HopperWarp& hopper(Warp& w);
 HopperBlock& hopper(Block& block);
-bool land_copies(Block& block);
+bool land_copies(Cluster& cluster);
 void async_read(Warp& w, uint32_t at, uint32_t size, const char* what);
 void warn(Warp& w, const std::string& text);
 void wgmma_forms();

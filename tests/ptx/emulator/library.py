@@ -19,6 +19,7 @@ class Request(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),
         ("threads", ctypes.c_uint32 * 3),
+        ("cluster", ctypes.c_uint32 * 3),
         ("dynamic_shared_bytes", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
         ("check_overlap", ctypes.c_uint32),

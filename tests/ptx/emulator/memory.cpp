@@ -23,9 +23,8 @@ void check_overlap(Warp& w, Allocation& allocation, uint64_t address, uint32_t s
 namespace {
 
 template <class T, int N>
-void read_shared(Warp& w, uint64_t at, uint32_t lane, uint8_t* to) {
+void read_shared(Warp& w, Shared& shared, uint64_t at, uint32_t lane, uint8_t* to) {
     constexpr uint32_t size = sizeof(T) * N;
-    Shared& shared = *w.block->shared;
     shared.check(at, size, lane, "a load");
     shared.on_read<size>(w, uint32_t(at), lane);
     shared.lane_reads<size>(w, uint32_t(at), lane);
@@ -33,9 +32,8 @@ void read_shared(Warp& w, uint64_t at, uint32_t lane, uint8_t* to) {
 }
 
 template <class T, int N>
-void write_shared(Warp& w, uint64_t at, uint32_t lane, const uint8_t* from) {
+void write_shared(Warp& w, Shared& shared, uint64_t at, uint32_t lane, const uint8_t* from) {
     constexpr uint32_t size = sizeof(T) * N;
-    Shared& shared = *w.block->shared;
     shared.check(at, size, lane, "a store");
     shared.on_write<size>(w, uint32_t(at), lane, 0, valid, from);
     shared.lane_writes<size>(w, uint32_t(at), lane);
@@ -56,8 +54,9 @@ void load(Warp& w, const Op& op, uint32_t m) {
         if (where == Space::global) {
             global_access(*w.block->launch, address, size, l, "a load");
             std::memcpy(value, reinterpret_cast<const void*>(address), size);
-        } else if (where == Space::shared) {
-            read_shared<T, N>(w, space == Space::shared ? shared_offset(address) : address, l, value);
+        } else if (where == Space::shared || where == Space::cluster) {
+            Shared& shared = shared_at<space>(w, address, l);
+            read_shared<T, N>(w, shared, address, l, value);
         } else if (where == Space::local) {
             std::memcpy(value, local_at(w, address, size, l, "a load"), size);
         } else {
@@ -82,8 +81,9 @@ void store(Warp& w, const Op& op, uint32_t m) {
         if (where == Space::global) {
             on_global_write(w, address, size, l);
             std::memcpy(reinterpret_cast<void*>(address), value, size);
-        } else if (where == Space::shared) {
-            write_shared<T, N>(w, space == Space::shared ? shared_offset(address) : address, l, value);
+        } else if (where == Space::shared || where == Space::cluster) {
+            Shared& shared = shared_at<space>(w, address, l);
+            write_shared<T, N>(w, shared, address, l, value);
         } else if (where == Space::local) {
             std::memcpy(local_at(w, address, size, l, "a store"), value, size);
         } else {
@@ -131,6 +131,7 @@ REGISTERS void memory_forms() {
     all<Space::parameter>("param");
     all<Space::global>("global");
     all<Space::shared>("shared");
+    all<Space::cluster>("cluster");
     all<Space::local>("local");
     all<Space::generic>("generic");
     conversions<0>("global");

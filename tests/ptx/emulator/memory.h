@@ -8,7 +8,7 @@
 
 namespace ptx {
 
-enum class Space { parameter, global, shared, local, generic };
+enum class Space { parameter, global, shared, cluster, local, generic };
 
 // The 32 addresses of the address that starts at source `s` and immediate `i` of a statement.
 inline void addresses(Warp& w, const Op& op, size_t s, size_t i, uint64_t* out) {
@@ -26,6 +26,11 @@ inline void addresses(Warp& w, const Op& op, size_t s, size_t i, uint64_t* out) 
 inline uint32_t shared_offset(uint64_t address) {
     return uint32_t(address >= SHARED_BASE && address - SHARED_BASE < WINDOW ? address - SHARED_BASE : address);
 }
+
+// Of an address in another block of the cluster, as mapa returns it: 1 + the block's rank is above these bits.
+constexpr int RANK_SHIFT = 24;
+Block& block_of(Warp& w, uint64_t& address, uint32_t lane);
+void visit(Warp& w, Block& block, uint32_t at, uint32_t lane);
 
 [[noreturn]] void global_out_of_bounds(uint64_t address, uint32_t size, uint32_t lane, const char* what);
 
@@ -73,16 +78,23 @@ inline const uint8_t* parameter_at(Warp& w, uint64_t at, uint32_t size, uint32_t
     return launch.parameters + at;
 }
 
-// Which space a generic address is in; makes the address relative to it.
+// Which space a generic address is in; makes the address relative to it. Shared memory is the cluster's.
 inline Space resolve(uint64_t& address) {
     if (address < SHARED_BASE) return Space::global;
     const uint64_t base = address & ~(WINDOW - 1);
     address -= base;
-    if (base == SHARED_BASE) return Space::shared;
+    if (base == SHARED_BASE) return Space::cluster;
     if (base == LOCAL_BASE) return Space::local;
     if (base == PARAM_BASE) return Space::parameter;
     address += base;
     return Space::global;
+}
+
+// The shared memory that an address of a space is in; makes the address relative to it.
+template <Space space>
+Shared& shared_at(Warp& w, uint64_t& address, uint32_t lane) {
+    if (space != Space::generic) address = shared_offset(address);
+    return space == Space::shared ? *w.block->shared : *block_of(w, address, lane).shared;
 }
 
 template <class F>

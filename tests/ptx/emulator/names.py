@@ -7,7 +7,7 @@ import re
 from tests.ptx.emulator.parse import BYTES, SINK, Both, Negated, Number, Register, Statement
 
 SPACES = {"global": "global", "shared": "shared", "local": "local", "param": "param", "const": "global"}
-SPACES |= {"shared::cta": "shared", "shared::cluster": "shared", "param::entry": "param"}
+SPACES |= {"shared::cta": "shared", "shared::cluster": "cluster", "param::entry": "param"}
 # Blocks run one after another and memory is always up to date: orders and scopes have nothing to add.
 ORDERS = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"}
 ORDERS |= {"cta", "cluster", "gpu", "sys"}

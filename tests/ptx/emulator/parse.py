@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.ptx.emulator.reports import EmulatorError
@@ -108,6 +109,7 @@ class Kernel:
 
     name: str
     parameters: list[Parameter]
+    cluster: tuple[int, int, int] | None = None  # what the text requires
     statements: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label -> index of the statement that follows
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -143,6 +145,7 @@ VARIABLE = re.compile(
 LABEL = re.compile(r"([$%]?[A-Za-z_$][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]*);")
 GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
+CLUSTER = re.compile(r"\.reqnctapercluster\s+([\d, ]+)")
 PRAGMA = re.compile(r"\.pragma\b[^;]*;")
 
 
@@ -164,11 +167,19 @@ def parse(text: str) -> Module:
             module.variables[match["name"]] = variable(match)
         body = Body(text, entry.end(), text.count("\n", 0, entry.end()) + 1)
         kernel = Kernel(entry.group(1), parameters(entry.group(2) or ""))
+        if asked := CLUSTER.search(entry.group(3)):
+            kernel.cluster = triple([int(n) for n in asked[1].split(",")])
         at = body.read(kernel)
         module.kernels[kernel.name] = kernel
     for match in VARIABLE.finditer(text, at):
         module.variables[match["name"]] = variable(match)
     return module
+
+
+def triple(sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Sizes of three axes; those that are not given are 1."""
+    x, y, z = (*sizes, 1, 1, 1)[:3]
+    return x, y, z
 
 
 def parameters(text: str) -> list[Parameter]:

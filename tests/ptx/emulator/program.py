@@ -13,7 +13,7 @@ import numpy as np
 from tests.ptx.emulator import library
 from tests.ptx.emulator.contraction import contracted
 from tests.ptx.emulator.decode import Decoded, decode
-from tests.ptx.emulator.parse import BYTES, Parameter, parse
+from tests.ptx.emulator.parse import BYTES, Parameter, parse, triple
 from tests.ptx.emulator.reports import KINDS, EmulatorError, ProxyWarning
 
 FLOATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
@@ -26,6 +26,7 @@ class KernelInfo:
     name: str
     parameters: tuple[Parameter, ...]
     shared_bytes: int
+    cluster: tuple[int, int, int] | None  # blocks of a cluster by axis, if the text says
 
 
 def extent(memory: object) -> tuple[int, int]:
@@ -65,7 +66,7 @@ class Program:
             if contract:
                 kernel = contracted(kernel)
             made = self.decoded[name] = decode(module, kernel)
-            self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), made.shared_bytes)
+            self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), made.shared_bytes, kernel.cluster)
             self.handles[name] = self.handle(made)
 
     def handle(self, made: Decoded) -> int:
@@ -132,6 +133,7 @@ class Program:
         check_overlap: bool = True,
         limit: int = 2_000_000_000,
         shared: bytes | None = None,
+        cluster: Sequence[int] | None = None,
     ) -> bytes | None:
         """Run a kernel.
 
@@ -146,10 +148,11 @@ class Program:
             memory: further tensors, arrays or (address, bytes) that the kernel may touch.
             parameters: the whole block of parameters, in place of `arguments`.
             check_overlap: report a byte that two blocks write.
-            limit: statements of one block after which it counts as endless.
+            limit: statements of one block, or of one cluster, after which it counts as endless.
             shared: what shared memory holds at first.
+            cluster: blocks of a cluster by axis; by default what the text requires, or single blocks.
 
-        Returns: what shared memory holds in the end, if `shared` was given.
+        Returns: what the first block's shared memory holds in the end, if `shared` was given.
         Raises: EmulatorError, by what the kernel does wrong.
         """
         if schedule not in ("late", "early"):
@@ -159,8 +162,16 @@ class Program:
             parameters, tensors = self.packed(name, arguments)
         extents = merged(extent(m) for m in (*tensors, *memory))
         bounds = np.array(extents, np.uint64)
-        grid, block = (tuple(v) + (1,) * (3 - len(v)) for v in (grid, block))
-        request = library.Request(grid=grid, threads=block, dynamic_shared_bytes=shared_bytes)
+        grid, block = triple(grid), triple(block)
+        required = self.kernels[name].cluster
+        cluster = triple(cluster or required or ())
+        if cluster != (required or cluster) or any(n % c for n, c in zip(grid, cluster, strict=True)):
+            raise ValueError(
+                f"cluster: got {cluster}; {name} requires {required}, and it must divide the grid {grid}"
+            )
+        request = library.Request(
+            grid=grid, threads=block, cluster=cluster, dynamic_shared_bytes=shared_bytes
+        )
         request.late, request.check_overlap = schedule == "late", check_overlap
         request.seed, request.limit = seed % 2**32, limit
         request.parameters, request.parameter_bytes = parameters, len(parameters)

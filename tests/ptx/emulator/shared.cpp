@@ -18,8 +18,8 @@ void Shared::misaligned(uint64_t at, uint32_t size, uint32_t lane, const char* w
 void Shared::check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic,
                            const uint8_t* value) {
     for (uint32_t i = at; i < at + size; ++i) {
-        const int other = writer[i] & 0x1F;
-        if (write_time[i] == 0 || other == w.index || write_time[i] < w.clock.seen[other]) continue;
+        const int other = writer[i] & ACTOR;
+        if (write_time[i] == 0 || other == w.actor || write_time[i] < w.clock.seen[other]) continue;
         if (atomic && (writer[i] & ATOMIC)) continue;
         if (value && value[i - at] == data[i]) continue;
         explain_race(i, lane, what, "written", size_t(other));

@@ -9,14 +9,16 @@
 namespace ptx {
 
 enum Byte : uint8_t { empty = 0, valid = 1, in_flight = 2 };
-constexpr uint8_t ATOMIC = 0x80, ASYNC = 0x40;  // flags of a writer
+constexpr uint16_t ATOMIC = 0x8000, ASYNC = 0x4000, ACTOR = 0x3FFF;  // a writer: flags, and its number in the cluster
 
 struct Shared {
     uint32_t bytes;
-    std::vector<uint8_t> data, state, writer;
+    std::vector<uint8_t> data, state;
+    std::vector<uint16_t> writer;
     std::vector<uint16_t> readers;  // per 16 bytes: asynchronous operations in flight that read them
     std::vector<uint32_t> write_time;
     std::vector<std::vector<uint32_t>> read_time;  // by warp; made when a warp first reads
+    std::vector<uint32_t> visits;  // by warp of another block: when it last accessed this one's memory
     // The lane of the last load or store, and when: `now_of` its warp. MANY: several lanes have read.
     std::vector<uint32_t> lane_read_at, lane_wrote_at;
     std::vector<uint8_t> lane_read, lane_wrote;
@@ -24,7 +26,8 @@ struct Shared {
 
     Shared(uint32_t size, uint32_t warps)
         : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0),
-          write_time(size, 0), read_time(warps), lane_read_at(size, 0), lane_wrote_at(size, 0), lane_read(size, 0),
+          write_time(size, 0), read_time(warps),
+          visits(warps, 0), lane_read_at(size, 0), lane_wrote_at(size, 0), lane_read(size, 0),
           lane_wrote(size, 0) {}
 
     void preset(const uint8_t* image, uint32_t count) {
@@ -44,7 +47,7 @@ struct Shared {
     // One lane reads `size` bytes (1 to 16), which must hold values that no other warp writes meanwhile.
     template <uint32_t size>
     void on_read(const Warp& w, uint32_t at, uint32_t lane) {
-        auto& times = read_time[w.index];
+        auto& times = read_time[w.actor];
         if (times.empty()) times.resize(bytes, 0);
         uint8_t bad = 0;
         uint8_t late = 0;
@@ -54,14 +57,14 @@ struct Shared {
         }
         if (bad) explain_empty(at, size, lane);
         if (late) check_writers(w, at, size, lane, "reads", false, nullptr);
-        const uint32_t now = w.block->now;
+        const uint32_t now = w.block->cluster->now;
         for (uint32_t i = 0; i < size; ++i) times[at + i] = now;
     }
 
     // Before one lane writes; `flag` is ATOMIC for an atomic update. Two warps may write the same `value`: Triton
     // lets warps that hold copies of a tile all store them.
     template <uint32_t size>
-    void on_write(const Warp& w, uint32_t at, uint32_t lane, uint8_t flag = 0, uint8_t becomes = valid,
+    void on_write(const Warp& w, uint32_t at, uint32_t lane, uint16_t flag = 0, uint8_t becomes = valid,
                   const uint8_t* value = nullptr) {
         uint8_t late = 0, flying = 0;
         for (uint32_t i = 0; i < size; ++i) {
@@ -74,7 +77,7 @@ struct Shared {
                  "writes shared memory while an asynchronous operation in flight reads it");
         if (late) check_writers(w, at, size, lane, "writes", (flag & ATOMIC) != 0, value);
         for (size_t v = 0; v < read_time.size(); ++v) {
-            if (int(v) == w.index || read_time[v].empty()) continue;
+            if (int(v) == w.actor || read_time[v].empty()) continue;
             const uint32_t* times = read_time[v].data() + at;
             const uint32_t seen = w.clock.seen[v];
             uint8_t raced = 0;
@@ -83,12 +86,12 @@ struct Shared {
         }
         for (uint32_t i = 0; i < size; ++i) {
             state[at + i] = becomes;
-            writer[at + i] = uint8_t(w.index) | flag;
-            write_time[at + i] = w.block->now;
+            writer[at + i] = uint16_t(w.actor) | flag;
+            write_time[at + i] = w.block->cluster->now;
         }
     }
 
-    static uint32_t now_of(const Warp& w) { return w.meetings << 5 | uint32_t(w.index); }
+    static uint32_t now_of(const Warp& w) { return w.meetings << 9 | uint32_t(w.actor); }
 
     // A lane's load and store: no other lane of its warp may have written, or read, since the two met.
     template <uint32_t size>
