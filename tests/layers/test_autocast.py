@@ -152,11 +152,13 @@ def test_each_input_gets_its_gradient_and_no_other(needs, monkeypatch):
                 torch.testing.assert_close(b, a, rtol=2**-6, atol=1e-2)
 
 
-def test_a_gpus_product_is_asked_for_float32():
+def test_a_gpus_product_is_asked_for_float32_and_no_other():
     with FakeTensorMode():
         dy, x = (torch.empty(6, n, dtype=torch.bfloat16, device="cuda") for n in (4, 3))
         found = linear_op.wide_gradient(dy, x)
     assert (found.dtype, found.shape) == (torch.float32, (4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not linear_op.narrows(torch.ones(6, 3), torch.ones(4, 3, requires_grad=True))
 
 
 def test_layers_that_are_computed_again_have_the_same_bits(monkeypatch):

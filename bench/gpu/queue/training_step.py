@@ -1,18 +1,21 @@
-"""Does a training step wait for the host? BERT's pretraining in bf16 autocast, ours and transformers' (sdpa).
+"""What does a training step take? BERT's pretraining in bf16 autocast, ours and transformers' (sdpa).
 
     python bench/gpu/queue/training_step.py --json FILE --budget SECONDS [--device cpu]
 
 A step is forward, backward, the norm of all gradients, clipping and fused AdamW. The host reads the norm
-(`norm`) or nothing (`free`, `recorded`; `waits` names lines where it waits nevertheless). `recorded` is
-`free` with the encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), as in our loop.
-`gradients` compares its gradients with those of `free`, from the same weights and dropout: the number of
-bit-equal ones, the number in all, and the largest distance over the norm. `wall_ms` is a step of 10 without a
-wait between them, median of 5; `alone_ms` is one step, `busy_ms` its kernels. A CPU has no graph.
+(`norm`) or nothing (`free`, `cast`, `recorded`; `waits` names lines where it waits nevertheless). `cast` is
+`free` where autograd casts hidden states and weights and their gradients. `recorded` is `free` with the
+encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), as in our loop.
+`gradients` compares gradients of `cast` and `recorded` with those of `free`, from the same weights and
+dropout: the number of bit-equal ones, the number in all, and the largest distance over the norm. `wall_ms` is
+a step of 10 without a wait between them, median of 5; `alone_ms` is one step, `busy_ms` its kernels. A CPU
+has no graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import sys
@@ -20,6 +23,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
@@ -31,10 +35,24 @@ from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.lib.timing import interleave  # noqa: E402
 from fastbert.graphs.training import encoders_of, serving  # noqa: E402
+from fastbert.layers import encoder, linear  # noqa: E402
+from fastbert.ops import feed_forward  # noqa: E402
+from fastbert.ops import linear as ops_linear  # noqa: E402
 from fastbert.pretraining.objectives.masked import MaskedLosses  # noqa: E402
 
 STEPS, RUNS, WARMUPS, CLIP = 10, 5, 3, 1.0
-WAYS = {"fastbert": ("norm", "free", "recorded"), "transformers": ("norm", "free")}
+WAYS = {"fastbert": ("cast", "free", "recorded"), "transformers": ("norm", "free")}
+
+
+@contextlib.contextmanager
+def casting() -> Iterator[None]:
+    """Autograd casts what layers hand on, and weights."""
+    with contextlib.ExitStack() as patched:
+        for module in (encoder, linear):
+            patched.enter_context(mock.patch.object(module, "takes_rounded", return_value=False))
+        for module in (ops_linear, feed_forward):
+            patched.enter_context(mock.patch.object(module, "narrows", return_value=False))
+        yield
 
 
 class Candidate:
@@ -56,7 +74,8 @@ class Candidate:
         if self.losses is None:  # transformers
             return training.loss_of(self.model, self.inputs, autocast=True)
         graphed = self.graphed if way == "recorded" else []
-        with serving(graphed), torch.autocast(self.inputs["labels"].device.type, torch.bfloat16):
+        casts = casting() if way == "cast" else contextlib.nullcontext()
+        with casts, serving(graphed), torch.autocast(self.inputs["labels"].device.type, torch.bfloat16):
             losses, _ = self.losses(self.inputs)
         return losses["mlm"] + losses["sentence"]
 
@@ -81,12 +100,12 @@ class Candidate:
             torch.cuda.set_sync_debug_mode("default")
         return [f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
 
-    def gradients(self) -> list[float]:
+    def gradients(self, way: str) -> list[float]:
         found = []
-        for way in ("free", "recorded"):
+        for each in ("free", way):
             self.optimizer.zero_grad(set_to_none=True)
             torch.manual_seed(0)
-            self.loss(way).backward()
+            self.loss(each).backward()
             found.append([p.grad for p in self.model.parameters() if p.grad is not None])
         pairs = list(zip(*found, strict=True))
         far = max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
@@ -102,8 +121,8 @@ def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
         found |= {"alone_ms": found["wall_ms"], "wall_ms": timed[way].median_ms}
         if way != "norm" and device.type == "cuda":
             found["waits"] = candidate.waits(way)
-        if way == "recorded":
-            found["gradients"] = candidate.gradients()
+        if way in ("cast", "recorded"):
+            found["gradients"] = candidate.gradients(way)
             found["fallbacks"] = [dict(each.fallbacks) for each in candidate.graphed]
         yield found | {"backends": served.backends(who, device, "bf16 autocast")}
 
