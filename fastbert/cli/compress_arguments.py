@@ -189,8 +189,8 @@ def add_quantize(commands: Any) -> None:
     """The quantize command."""
     command = commands.add_parser(
         "quantize",
-        help="store a model in 8 or 4 bits, for a CPU",
-        description="Write a model of integers, for inference on a CPU. Prints "
+        help="store a model in 8 or 4 bits",
+        description="Write a model of integers, or of 8-bit floats for a GPU, for inference. Prints "
         "parameters, size, operations per token and measured tokens per second before and after, and the "
         "cosines of the vectors of --input. A directory of a sentence encoder stays one. Only fastbert reads "
         "the files.",
@@ -201,9 +201,10 @@ def add_quantize(commands: Any) -> None:
     add("--output", required=True, metavar="DIR", help="a new directory")
     add(
         "--weights",
-        choices=("int8", "int4", "float"),
+        choices=("int8", "int4", "fp8", "float"),
         default="int8",
-        help="the layers' linear maps; int4: files of 4 bits that run as int8 (default int8)",
+        help="the layers' linear maps; int4: files of 4 bits that run as int8; fp8: 8-bit floats, the rest "
+        "bfloat16, which a GPU of compute capability 9.0 reads (default int8)",
     )
     add(
         "--embeddings",

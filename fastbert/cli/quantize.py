@@ -1,4 +1,4 @@
-"""`fastbert quantize`: a model of 8-bit or 4-bit integers in a new directory, and what it costs."""
+"""`fastbert quantize`: a model of integers or 8-bit floats in a new directory, and what it costs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fastbert.cli.usage import UsageError
 from fastbert.compression import published
 from fastbert.compression.quantization import QuantizedLayer, quantization_report
 from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.layers import float8
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -44,7 +45,12 @@ def run(args: argparse.Namespace) -> int:
         report = quantization_report(whole, weights, **options, run=read)
     if typical:
         options["calibrate"] = functools.partial(after.encode, typical)
-    model.quantize(weights, **options)
+    if weights == "fp8":
+        # For the files: here the layers compute in plain arithmetic
+        float8.check_alone(**options)
+        float8.prepare(model.bfloat16())
+    else:
+        model.quantize(weights, **options)
     if (source / "modules.json").is_file():
         after.save_pretrained(output)
     else:
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 shutil.copyfile(source / name, output / name)
     parts = [f"{kind} {what}" for kind, what in ((weights, "layers"), (embeddings, "words")) if kind]
     print(f"{output}: {', '.join(parts)}")
-    for line in costs(whole, model):
+    for line in costs(whole, model, timed=weights != "fp8"):
         print(f"  {line}")
     if texts:
         print(f"  {_cosines(*(encoder.encode(texts) for encoder in (before, after)))}")

@@ -13,14 +13,14 @@ Transformer Quantization", sec. 3 (outliers).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers import quantized, quantized_table, quantizing
+from fastbert.layers import float8, quantized, quantized_table, quantizing
 from fastbert.layers.modules import part
 from fastbert.layers.smoothing import Calibration
 from fastbert.models.base import PreTrainedModel
@@ -55,7 +55,8 @@ def quantization_report(
 
     Args:
         model: a floating-point model of this package on the CPU. It is not changed.
-        weights, embeddings, smooth, calibrate: as in `quantize`.
+        weights, embeddings, smooth, calibrate: as in `quantize`. "fp8" is computed in PyTorch's plain
+            arithmetic, so it needs no GPU.
         run: calls the model on texts, such as `lambda: encoder.encode(texts)`; None reports weights alone.
 
     Returns:
@@ -64,9 +65,14 @@ def quantization_report(
     Raises:
         TypeError, ValueError: as `quantize`; or `run` did not call a layer.
     """
-    quantizing.check_kinds(weights, embeddings)
+    if weights == "fp8":
+        float8.check_alone(embeddings=embeddings, smooth=smooth, calibrate=calibrate)
+    else:
+        quantizing.check_kinds(weights, embeddings)
     if quantized.is_quantized(model):
         raise ValueError("model: is quantised already; expected a floating-point one")
+    if weights == "fp8":
+        return _rows(model, float8.linears(model), run)
     factors = quantizing.factors_of(model, weights, smooth, calibrate)
     rows: list[QuantizedLayer] = []
     if embeddings is not None and (made := quantized_table.replacement(model, embeddings)) is not None:
@@ -74,7 +80,16 @@ def quantization_report(
         rows.append(QuantizedLayer(_name(model, table), _decibels(table.weight, made.dequantized())))
     if weights is None:
         return rows
-    found = quantizing.linears(model, weights, factors)
+    return rows + _rows(model, quantizing.linears(model, weights, factors), run)
+
+
+def _rows(
+    model: PreTrainedModel,
+    found: Sequence[tuple[nn.Module, str, quantized.QuantizedLinear]],
+    run: Callable[[], object] | None,
+) -> list[QuantizedLayer]:
+    """One row per linear layer."""
+    rows: list[QuantizedLayer] = []
     watches = [_Watch(part(layer, path), made) for layer, path, made in found]
     if run is not None:
         _call(run, watches)

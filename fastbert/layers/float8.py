@@ -137,6 +137,13 @@ def check_place(what: str, device: torch.device) -> None:
         raise ValueError(f"{what}: {reason}; fp8 needs a GPU of compute capability 9.0 or above")
 
 
+def check_alone(**given: Any) -> None:
+    """Raise ValueError, which names the first argument that is not None: fp8 takes none of them."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None with fp8, got {value!r}")
+
+
 def quantize(model: Any) -> Any:
     """Quantise the encoder layers' linear layers to 8-bit floats in place, for inference on a GPU.
 
@@ -160,15 +167,27 @@ def quantize(model: Any) -> Any:
     return prepare(model)
 
 
-def prepare(model: Any) -> Any:
-    """Replace the linear layers; of a model on the meta device, which then loads a quantised checkpoint."""
+def linears(model: Any) -> list[tuple[nn.Module, str, Float8Linear]]:
+    """(layer, path, what replaces the linear layer there) of all linear layers that are not quantised yet.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
+    """
     made = []
     for layer, path, module, name in each_linear(model):
         if type(module) is not Float8Linear:
             check_plain(module, name)
             checks.float_tensor(f"{name}.weight", module.weight)
             made.append((layer, path, Float8Linear.from_linear(module, name)))
-    for layer, path, module in made:
+    return made
+
+
+def prepare(model: Any) -> Any:
+    """Replace the linear layers on any device, where they compute in PyTorch's plain arithmetic.
+
+    For reports and files, and for a model on the meta device, which then loads a quantised checkpoint.
+    """
+    for layer, path, module in linears(model):
         attach(layer, path, module)
     prepared.clear(model)
     return model.eval().requires_grad_(False)

@@ -149,9 +149,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
         if weights == "fp8":
-            for name, given in (("embeddings", embeddings), ("smooth", smooth), ("calibrate", calibrate)):
-                if given is not None:
-                    raise ValueError(f"{name}: expected None with fp8, got {given!r}")
+            float8.check_alone(embeddings=embeddings, smooth=smooth, calibrate=calibrate)
             return float8.quantize(self)
         quantizing.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
         return self

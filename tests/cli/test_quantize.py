@@ -13,6 +13,7 @@ import fastbert
 from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
+from fastbert.layers import float8
 from fastbert.layers.quantizing import kinds_of
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
@@ -57,6 +58,23 @@ def test_a_model_with_a_head(folder, tmp_path, capsys, texts, weights, embedding
     stored = sum(t.nbytes for t in load_file(tmp_path / "out" / "model.safetensors").values())
     assert f"-> {stored / 1e6:>14,.1f}" in said
     assert ("published, for comparison: Zafrir 2019" in said) == (weights == "int8")
+
+
+def test_8_bit_floats_are_written_without_a_gpu(folder, tmp_path, capsys, texts, monkeypatch):
+    given = ["--weights", "fp8", "--input", texts, "--report"]
+    assert quantize(folder, "classes", tmp_path / "out", *given) == 0
+    said = capsys.readouterr().out
+    assert "tokens per second" not in said
+    assert 0.8 < float(re.search(r"\n  cosine, 3 texts +(\S+) the least", said)[1]) <= 1.0
+    assert len(re.findall(r"\n  (bert\.\S+)  +([\d.]+)  +([\d.]+)  +([\d.]+)", said)) == 18
+    monkeypatch.setattr(float8, "gap", lambda device: None)
+    found = fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    expected = fastbert.BertForSequenceClassification.from_pretrained(folder / "classes").bfloat16()
+    for name, value in expected.quantize("fp8").state_dict().items():
+        assert torch.equal(found.state_dict()[name].float(), value.float()), name
+    assert quantize(folder, "classes", tmp_path / "both", "--weights", "fp8", "--embeddings", "int8") == 2
+    assert "embeddings: expected None with fp8, got 'int8'" in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys, texts):

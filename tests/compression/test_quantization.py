@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastbert
+from fastbert.layers.float8 import Float8Linear
 from fastbert.layers.quantized import QuantizedLinear
 from tests.support.hf_models import batch
 from tests.support.quantized_models import ours
@@ -18,7 +19,7 @@ def decibels(x, rounded):
     return 10 * math.log10(x.square().sum() / (x - rounded).square().sum())
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
 @torch.no_grad()
 def test_numbers_by_plain_sums(weights):
     model, seen = ours("bert"), []
@@ -33,13 +34,16 @@ def test_numbers_by_plain_sums(weights):
         for seed in calls:
             model(**batch("bert", seed=seed))
 
-    rows = fastbert.quantization_report(model, weights, embeddings="int8", run=run)
+    tables = None if weights == "fp8" else "int8"
+    rows = fastbert.quantization_report(model, weights, embeddings=tables, run=run)
     assert next(calls, None) is None, "run is called once"
-    assert len(rows) == 1 + 18
+    assert len(rows) == (tables is not None) + 18
     row = next(row for row in rows if row.name == "encoder.layer.1.intermediate.dense")
     x, made = torch.cat([t.flatten(0, -2) for t in seen]), QuantizedLinear.from_linear(linear)
     if weights == "int4":
         made = QuantizedLinear.from_linear(linear, bits=4)
+    if weights == "fp8":
+        made = Float8Linear.from_linear(linear)
     assert row.weight_sqnr == pytest.approx(decibels(linear.weight, made.dequantized()), abs=1e-6)
     assert row.output_sqnr == pytest.approx(decibels(linear(x), made(x)), abs=1e-3)
     most = x.abs().amax(0)
@@ -63,9 +67,12 @@ def test_what_is_refused():
         fastbert.quantization_report(model, run=lambda: None)
     with pytest.raises(ValueError, match=r"^weights: expected 'int8', 'int4' or None"):
         fastbert.quantization_report(model, "int2")
+    with pytest.raises(ValueError, match=r"^embeddings: expected None with fp8, got 'int8'"):
+        fastbert.quantization_report(model, "fp8", embeddings="int8")
     with pytest.raises(ZeroDivisionError):
         fastbert.quantization_report(model, run=lambda: 1 // 0)
     assert not any(m._forward_pre_hooks for m in model.modules())
     model.quantize()
-    with pytest.raises(ValueError, match=r"^model: is quantised already"):
-        fastbert.quantization_report(model)
+    for weights in ("int8", "fp8"):
+        with pytest.raises(ValueError, match=r"^model: is quantised already"):
+            fastbert.quantization_report(model, weights)
