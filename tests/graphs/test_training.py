@@ -11,7 +11,7 @@ import fastbert
 from fastbert.graphs import training
 from fastbert.graphs.recorder import EagerRecorder, Recording
 from fastbert.graphs.training import graph_training
-from fastbert.layers import encoder
+from fastbert.layers import attention as attention_of_layers
 from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from tests.support.graphed_models import SIZES, fresh, lengths_batch, pruned
@@ -384,11 +384,11 @@ def test_every_row_is_a_token_of_a_sequence(monkeypatch):
     model, twin, graphed = encoder_twins(max_tokens=256, buckets=[200])
 
     def attention(q, k, v, cu_seqlens, *args, **options):
-        found = encoder_attention(q, k, v, cu_seqlens, *args, **options)
+        found = usual(q, k, v, cu_seqlens, *args, **options)
         return torch.where(torch.arange(len(found))[:, None, None] < cu_seqlens[-1], found, torch.nan)
 
-    encoder_attention = encoder.attention
-    monkeypatch.setattr(encoder, "attention", attention)
+    usual = attention_of_layers.attention
+    monkeypatch.setattr(attention_of_layers, "attention", attention)
     loss(graphed)
     for call in (model, graphed):
         loss(call).backward()

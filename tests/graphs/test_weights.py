@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastbert.execution import cpu
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import Recording
-from fastbert.layers import encoder
+from fastbert.layers import attention
 from fastbert.runtime import dispatch, prepared
 from tests.support.graphed_models import Graphed, GraphLike, fresh, lengths_batch, same
 from tests.support.hf_models import batch
@@ -154,7 +154,7 @@ def test_derived_weights_that_cannot_be_overwritten(monkeypatch):
         return tuple(F.linear(x, made.weight).reshape(-1, form.nheads, form.head_dim) for _ in range(3))
 
     monkeypatch.setattr(cpu, "serves", lambda *_: "off")
-    monkeypatch.setattr(encoder, "queries_keys_values", projected)
+    monkeypatch.setattr(attention, "queries_keys_values", projected)
     g = Graphed(fresh())
     for recorded in (1, 2):
         g.check(**batch("bert"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbert.layers.encoder import queries_keys_values
+from fastbert.layers.attention import queries_keys_values
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear, is_quantized

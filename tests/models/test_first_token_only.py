@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastbert.execution import cpu
-from fastbert.layers import encoder as layers
+from fastbert.layers import attention as layers
 from fastbert.layers.batch import PackedBatch
 from fastbert.models.bert import BertModel
 from fastbert.ops.dropout import keep_mask_2d

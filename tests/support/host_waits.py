@@ -18,7 +18,7 @@ from fastbert.backends import triton
 from fastbert.compression.early_exit import EarlyExit
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
-from fastbert.layers import encoder as layer
+from fastbert.layers import attention as layer
 from fastbert.layers import float8, packing
 from fastbert.models.inputs import check_inputs
 from fastbert.ops.first_attention import first_attention, pays
