@@ -67,7 +67,7 @@ def add_prune(commands: Any) -> None:
         help="drop tokens between layers, so that the layers of --input take at most this share of their "
         "operations: searches the schedule with the best score (default: all tokens stay)",
     )
-    add("--rounds", type=int, default=30, metavar="N", help="of --tokens, 60 schedules each (default 30)")
+    add("--rounds", type=int, metavar="N", help="of --tokens, 60 schedules each (default 30)")
     add("--score", choices=SCORES, default="taylor", help="what chooses heads and neurons (default taylor)")
     add(
         "--input",

@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if all(given is None for given in (*(getattr(args, name) for name in names), *units.values())):
         options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names))
         raise UsageError(f"{', '.join(options)}: expected at least one")
-    if args.tokens is not None:
-        _check_tokens(args)
+    _check_tokens(args)
     of_sentences = (Path(args.model) / "modules.json").is_file()
     model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
     names = "weights", "embedding_rank", "score", "multiple", "seed"
@@ -83,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_tokens(args: argparse.Namespace) -> None:
+    if args.tokens is None:
+        if args.rounds is not None:
+            raise UsageError("--rounds: needs --tokens")
+        return
     if not 0 < args.tokens <= 1:
         raise UsageError(f"--tokens {args.tokens:g}: expected a share in (0, 1]")
     for name, there in (("vocabulary", args.vocabulary is not None), ("dense", args.dense)):
@@ -96,8 +99,9 @@ def _drop_tokens(
     model: PreTrainedModel, args: argparse.Namespace, examples: Examples, pooling: str | None
 ) -> None:
     """Give a model the schedule of the best score that --tokens allows."""
-    options: dict[str, Any] = {"rounds": args.rounds, "seed": args.seed, "say": say}
-    points = search_schedules(eliminate(model, None), examples, pooling=pooling, **options)
+    options: dict[str, Any] = {} if args.rounds is None else {"rounds": args.rounds}
+    options |= {"pooling": pooling, "seed": args.seed, "say": say}
+    points = search_schedules(eliminate(model, None), examples, **options)
     try:
         eliminate(model, within(points, args.tokens).schedule)
     except ValueError as error:

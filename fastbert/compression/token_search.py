@@ -161,7 +161,7 @@ class _LearnedLosses(TaskLosses):
     def __init__(
         self, model: PreTrainedModel, settings: Settings, steps: int, options: LearnedSchedule
     ) -> None:
-        super().__init__(model, settings)
+        super().__init__(model)
         task = TaskLosses(model, settings)
         self.search = TokenSearch(task, model, weight=options.weight, bins=options.bins)
         self.steps, self._scale = steps, options.lr / settings.lr

@@ -257,6 +257,7 @@ def test_tokens_leave_within_a_budget(folder, tmp_path, capsys):
             "--vocabulary: expected none with --tokens",
         ),
         ("encoder --tokens .5", "--input: --tokens needs examples"),
+        ("encoder --layers 0 --rounds 2", "--rounds: needs --tokens"),
         (
             "classes --tokens .01 --rounds 0 --input rows.jsonl --labels class",
             r"--tokens 0.01: cost: expected at least 0\.\d+, got 0.01",

@@ -226,8 +226,9 @@ def test_two_processes_learn_the_same(tmp_path, model, data, name):  # noqa: F81
 
 
 @pytest.mark.parametrize("option", [{"qat": "int8"}, {"head_mix": True}])
-def test_other_settings_beside(tmp_path, model, data, option):  # noqa: F811
-    result = quick("csv", model, data, tmp_path / "out", method=LengthDrop(0.3, 1), **OPTIONS, **option)
+@pytest.mark.parametrize("name", RUNS)
+def test_other_settings_beside(tmp_path, model, data, name, option):  # noqa: F811
+    result = quick("csv", model, data, tmp_path / "out", method=RUNS[name], **OPTIONS, **option)
     assert result.best.score > 0.9
 
 
