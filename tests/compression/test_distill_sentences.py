@@ -13,10 +13,12 @@ from sentence_transformers import SentenceTransformer
 import fastbert
 from fastbert.compression.distillation.cache import FILE
 from fastbert.compression.distillation.data import sentences_of
+from fastbert.compression.distillation.objective import Distilled
 from fastbert.compression.distillation.sentences import SentenceVectors, teacher_vectors
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import TrainingError
+from fastbert.training.stream import Batch
 from tests.support.rule_tasks import NOUNS, SIZES, SPECIAL, VERBS, digests, stopped, tiny_model
 
 GIVEN = {"lr": 1e-3, "epochs": 6, "batch_size": 8, "progress": False}
@@ -163,6 +165,30 @@ def test_cached_vectors_and_their_key(places, tmp_path):
             distil(places, places / "other", tmp_path / "live", epochs=2)
     finally:
         path.write_text(text)
+
+
+def test_a_run_knows_what_its_teacher_reads(places, tmp_path):
+    for name, first in (("one", "the red cat"), ("two", "the blue cat")):
+        (tmp_path / f"{name}.tsv").write_text(f"{first}\tthe white owl\n" * 2)
+    # The student reads the same tokens of words that it does not know
+    given = places / "teacher", places / "other"
+    fastbert.distill(*given, tmp_path / "one.tsv", tmp_path / "out", "sentences", **GIVEN)
+    with pytest.raises(TrainingError, match=r"^data: the run in"):
+        fastbert.distill(*given, tmp_path / "two.tsv", tmp_path / "out", "sentences", **GIVEN)
+
+
+def test_all_that_learns_has_a_gradient(places):
+    teacher = teacher_vectors(places / "teacher", torch.device("cpu")).eval()
+    student = SentenceVectors(fastbert.AutoModel.from_pretrained(places / "other"), teacher.settings)
+    module = Distilled(student.train(), teacher, {"vectors": 1.0}, [])
+    tokens = student.encoder().tokenize(TEXTS[:4])
+    inputs = {"input_ids": torch.from_numpy(tokens.ids), "max_seqlen": int(tokens.lengths.max())}
+    inputs["cu_seqlens"] = torch.from_numpy(tokens.starts.astype(np.int32))
+    module(inputs)[0]["vectors"].backward()
+    learning = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert learning == {name for name, p in module.named_parameters() if p.grad is not None}
+    assert not any("pooler" in name for name in learning)
+    assert module.work(Batch({}, {}, tokens.lengths)) > 0
 
 
 def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):

@@ -181,6 +181,9 @@ def test_losses_fall_and_students_score(places, tmp_path, task, recipe):
         assert np.mean(curve[-3:]) < np.mean(curve[:3]), name
     scores = {who: found.scores[who]["dev"]["f1"] for who in ("teacher", "student")}
     assert scores["teacher"] > 0.6
+    # Also the threshold of no answer is that of the teacher's own training
+    of_training = json.loads((places / task / "results.json").read_text())["scores"]["dev"]
+    assert found.scores["teacher"]["dev"] == pytest.approx(of_training)
     assert scores["student"] > 0.5 * scores["teacher"]
     assert found.student.config.id2label == found.teacher.config.id2label
     loaded = type(found.student).from_pretrained(tmp_path / "out")
@@ -260,3 +263,16 @@ def test_a_mistake_is_one_line(places, tmp_path, task, changes, message):
     student = places / student if student == "other" else student
     with pytest.raises((TypeError, ValueError), match=message):
         fastbert.distill(places / teacher, student, places / data, tmp_path / "out", recipe, **given)
+
+
+def test_windows_have_the_length_of_their_task(places, tmp_path):
+    tiny_model(
+        tmp_path / "long", kind="BertForTokenClassification", max_position_embeddings=300, num_labels=4
+    )
+    teacher = fastbert.BertForTokenClassification.from_pretrained(tmp_path / "long")
+    own = fastbert.AutoConfig.from_pretrained(places / "ner")
+    teacher.config.id2label, teacher.config.label2id = own.id2label, own.label2id
+    teacher.save_pretrained(tmp_path / "long")
+    given = tmp_path / "long", [0], places / "ner-data", tmp_path / "out", "kd"
+    fastbert.distill(*given, task="ner", epochs=0.1, progress=False)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["max_length"] == 300

@@ -21,8 +21,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 # loss -> the kinds of tensors that it reads of both models; see `reading.py`
 READS = {
@@ -194,6 +196,48 @@ RECIPES = {
         max_length=512,
     ),
 }
+
+
+def recipe_of(given: str | Recipe | None, student: Any) -> tuple[str, Recipe]:
+    """(name, recipe) of the arguments `recipe` and `student` of `distill`."""
+    if isinstance(given, Recipe):
+        return given.source, given
+    name = given or ("bilstm" if isinstance(student, str) and student == "bilstm" else "kd")
+    if name not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {given!r}")
+    return name, RECIPES[name]
+
+
+def phases_of(
+    recipe: Recipe,
+    lr: float | Sequence[float] | None,
+    epochs: float | Sequence[float] | None,
+    weights: Mapping[str, float] | None,
+) -> list[Phase]:
+    """The recipe's phases with what the arguments `lr`, `epochs` and `weights` of `distill` override.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
+    made = list(recipe.phases)
+    for field, given in (("lr", lr), ("epochs", epochs)):
+        if given is None:
+            continue
+        numbers = [given] * len(made) if isinstance(given, (int, float)) else list(given)
+        if len(numbers) != len(made):
+            raise ValueError(f"{field}: expected one number, or {len(made)} for this recipe, got {given!r}")
+        made = [replace(phase, **{field: number}) for phase, number in zip(made, numbers, strict=True)]
+    known = {name for phase in made for name in phase.weights}
+    for name, weight in (weights or {}).items():
+        if name not in known:
+            raise ValueError(f"weights: {name!r} is no loss of this recipe; expected some of {sorted(known)}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise ValueError(f"weights: {name}: expected a finite number >= 0, got {weight!r}")
+    chosen = [{name: (weights or {}).get(name, w) for name, w in phase.weights.items()} for phase in made]
+    kept = [{name: weight for name, weight in each.items() if weight} for each in chosen]
+    if not all(kept):
+        raise ValueError("weights: expected one above 0 in each phase")
+    return [replace(phase, weights=each) for phase, each in zip(made, kept, strict=True)]
 
 
 def layer_pairs(

@@ -27,11 +27,10 @@ from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import digest, read_json, replace
 from fastbert.checkpoint.read import weights_digest
 from fastbert.compression.distillation import data as reading
-from fastbert.compression.distillation.bilstm import MODEL_TYPE
 from fastbert.compression.distillation.cache import FILE, Cached, gathered, starts_of, write_cache
 from fastbert.compression.distillation.objective import Distilled, reads, wanted
 from fastbert.compression.distillation.reading import SPANS, rows_of
-from fastbert.compression.distillation.recipes import RECIPES, SENTENCES, Phase, Recipe
+from fastbert.compression.distillation.recipes import SENTENCES, Phase, Recipe, phases_of, recipe_of
 from fastbert.compression.distillation.sentences import SentenceVectors
 from fastbert.compression.distillation.students import (
     Student,
@@ -141,11 +140,11 @@ def distill(
         TypeError, ValueError: naming the argument, or the file and the line.
         Interrupted: a signal came; the same call resumes.
     """
-    name, made = _recipe(recipe, student)
+    name, made = recipe_of(recipe, student)
     unknown = next((each for each in settings if each not in SETTINGS), None)
     if unknown is not None:
         raise TypeError(f"unknown option {unknown!r}: expected one of {', '.join(SETTINGS)}")
-    phases = _phases(made, lr, epochs, weights)
+    phases = phases_of(made, lr, epochs, weights)
     output, data, place = Path(output), Path(data), hub.resolve(teacher)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: expected a directory or a new path; {output} is a file")
@@ -278,43 +277,6 @@ class _Job:
     def places(self) -> tuple[Path, Path]:
         """The directories of the teacher's and of the student's tokenizer."""
         return self.place, self.begun.place or self.place
-
-
-def _recipe(given: str | Recipe | None, student: Any) -> tuple[str, Recipe]:
-    if isinstance(given, Recipe):
-        return given.source, given
-    name = given or ("bilstm" if isinstance(student, str) and student == MODEL_TYPE else "kd")
-    if name not in RECIPES:
-        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {given!r}")
-    return name, RECIPES[name]
-
-
-def _phases(
-    recipe: Recipe,
-    lr: float | Sequence[float] | None,
-    epochs: float | Sequence[float] | None,
-    weights: Mapping[str, float] | None,
-) -> list[Phase]:
-    """The recipe's phases with what the arguments override."""
-    made = list(recipe.phases)
-    for field, given in (("lr", lr), ("epochs", epochs)):
-        if given is None:
-            continue
-        numbers = [given] * len(made) if isinstance(given, (int, float)) else list(given)
-        if len(numbers) != len(made):
-            raise ValueError(f"{field}: expected one number, or {len(made)} for this recipe, got {given!r}")
-        made = [replaced(phase, **{field: number}) for phase, number in zip(made, numbers, strict=True)]
-    known = {name for phase in made for name in phase.weights}
-    for name, weight in (weights or {}).items():
-        if name not in known:
-            raise ValueError(f"weights: {name!r} is no loss of this recipe; expected some of {sorted(known)}")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"weights: {name}: expected a finite number >= 0, got {weight!r}")
-    chosen = [{name: (weights or {}).get(name, w) for name, w in phase.weights.items()} for phase in made]
-    kept = [{name: weight for name, weight in each.items() if weight} for each in chosen]
-    if not all(kept):
-        raise ValueError("weights: expected one above 0 in each phase")
-    return [replaced(phase, weights=each) for phase, each in zip(made, kept, strict=True)]
 
 
 def _check_numbers(relation_heads: Any, temperature: Any, replacing: Any) -> None:
