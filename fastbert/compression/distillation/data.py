@@ -1,9 +1,10 @@
-"""What students read: text, labelled examples, or both readings of texts by two tokenizers.
+"""What students read: text, labelled examples, sentences, or both readings of texts by two tokenizers.
 
 Text is a corpus of `fastbert prepare`, or a file that is tokenized into OUTPUT/corpus. A row has whole lines
 of one document, as many as fit; rows are the same in every epoch. Labelled examples are the files of a task
 of `fastbert.finetuning.tasks`, or one file: .jsonl, objects with "text", maybe "pair" and maybe "label"; or
 .txt, or .tsv for pairs, without labels. An example without a label is learned from the teacher alone.
+Sentences are such a file without any label, of whose pairs the teacher reads the first text.
 """
 
 from __future__ import annotations
