@@ -63,9 +63,13 @@ EncoderLayer layer_of(int dtype, const py::tuple& batch_sizes, const py::tuple& 
     args.headdim = size.next<std::int64_t>();
     args.inner = size.next<std::int64_t>();
     args.bottleneck.width = size.next<std::int64_t>();
+    args.kv_heads = size.next<std::int64_t>();
     size.end("layer sizes");
     check_size("nheads", args.nheads, 1);
     check_size("headdim", args.headdim, 1);
+    check_size("kv_heads", args.kv_heads, 1);
+    if (args.nheads % args.kv_heads != 0)
+        refuse("kv_heads", "a divisor of " + std::to_string(args.nheads) + " heads", args.kv_heads);
     const std::int64_t width = elements_of("width", {args.nheads, args.headdim});
     for (const std::int64_t columns : {width, args.inner}) {
         check_shape(args.total, columns);
@@ -143,9 +147,10 @@ void read_bottleneck(EncoderLayer& args, const py::tuple& numbers) {
     }
     if (own.narrow_values && !own.narrow_keys)
         throw py::value_error("bottleneck: expected keys where values are narrow");
-    if (args.key.panels == nullptr || args.pre_norm || args.gated != Gate::kNone ||
-        args.activated.panels != nullptr || args.tables.cos != nullptr)
-        throw py::value_error("bottleneck: expected three products, no pre_norm, no gate and no tables");
+    if (args.key.panels == nullptr || args.pre_norm || args.rms || args.gated != Gate::kNone ||
+        args.activated.panels != nullptr || args.tables.cos != nullptr || args.kv_heads != args.nheads)
+        throw py::value_error(
+            "bottleneck: expected three products of as many heads, no pre_norm, no gate and no tables");
 }
 
 // Addresses of the tables, and their (positions, half). `checked`: the positions are known to lie below it.
@@ -193,6 +198,7 @@ void read_kept(EncoderLayer& args, const py::tuple& kept) {
     args.kept_rows = number.address<std::int64_t>();
     number.end("kept");
     if (args.bottleneck.width > 0) throw py::value_error("kept: expected () in a layer with bottlenecks");
+    if (args.kv_heads != args.nheads) throw py::value_error("kept: expected () with fewer heads of keys");
     if (args.relative.columns != nullptr || args.bias.data != nullptr || args.window.left >= 0 ||
         args.window.right >= 0)
         throw py::value_error("kept: expected () with a bias, a window or scores of distances");
@@ -236,6 +242,9 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         args.activation = activation_of(layer.next<int>());
         args.softmax_scale = layer.next<float>();
         args.pre_norm = layer.next<bool>();
+        args.rms = layer.next<bool>();
+        args.head_major = layer.next<bool>();
+        args.interleaved = layer.next<bool>();
         args.gated = gate_of(layer.next<int>());
         args.window.left = layer.next<std::int64_t>();
         args.window.right = layer.next<std::int64_t>();
@@ -248,6 +257,8 @@ void encoder_layer_fwd(int dtype, const py::tuple& batch_sizes, const py::tuple&
         args.relative = relative_of(relative, args.batch, args.nheads, args.total, args.max_seqlen, runs);
         read_distances(args, layer.tuple());
         layer.end("layer");
+        if (args.head_major && (args.key.panels != nullptr || args.kv_heads != args.nheads))
+            throw py::value_error("head_major: expected one product of as many heads of keys as of queries");
         if (args.output_norm.eps < 0.0 || (args.attention_norm.eps < 0.0 && !args.pre_norm))
             throw py::value_error("eps: expected a norm");
         if (args.activated.panels != nullptr && args.gated != Gate::kNone)

@@ -116,6 +116,7 @@ const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams
     args.bias = norm.bias;
     args.x_bias = sum.bias;
     args.eps = norm.eps;
+    args.rms = layer.rms;
     args.y = static_cast<char*>(y) + first;
     args.z = z == nullptr ? nullptr : static_cast<char*>(z) + first;
     return cpu_layer_norm_fwd(args, threads);
@@ -139,6 +140,7 @@ const char* rotate(const EncoderLayer& layer, Rows rows, const Heads& heads, std
     args.half = layer.tables.half;
     args.positions = layer.positions + rows.begin;
     args.wide = true;
+    args.interleaved = layer.interleaved;
     return cpu_rotary(args, threads);
 }
 
@@ -281,7 +283,8 @@ AttentionFwd attention_of(const EncoderLayer& layer) {
     AttentionFwd attention{};
     attention.dtype = layer.dtype;
     attention.batch = layer.batch;
-    attention.nheads = attention.kv_heads = layer.nheads;
+    attention.nheads = layer.nheads;
+    attention.kv_heads = layer.kv_heads;
     attention.headdim = layer.headdim;
     attention.total = layer.total;
     attention.max_seqlen = layer.max_seqlen;
@@ -425,10 +428,13 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
     attention.out = context;
     const bool joined = layer.key.panels == nullptr;  // rows [q, k, v], over the three places
     const LayerLinear* const weights[] = {&layer.query, &layer.key, &layer.value};
+    const std::int64_t counts[] = {layer.nheads, layer.kv_heads, layer.kv_heads};
+    const std::int64_t columns = (layer.nheads + 2 * layer.kv_heads) * layer.headdim;
     Heads* const heads[] = {&attention.q, &attention.k, &attention.v};
-    for (int i = 0; i < 3; ++i)
-        *heads[i] = joined ? Heads{base + i * width * size, 3 * width, layer.headdim}
-                           : Heads{base + i * plane, width, layer.headdim};
+    for (std::int64_t i = 0, before = 0; i < 3; before += counts[i++])
+        *heads[i] = !joined            ? Heads{base + i * plane, counts[i] * layer.headdim, layer.headdim}
+                    : layer.head_major ? Heads{base + i * layer.headdim * size, columns, 3 * layer.headdim}
+                                       : Heads{base + before * layer.headdim * size, columns, layer.headdim};
     const bool normed = layer.pre_norm && layer.attention_norm.eps >= 0.0;
     const void* const x = normed ? context : layer.x;
     const std::int64_t x_stride = normed ? hidden : layer.x_stride;
@@ -438,12 +444,14 @@ const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* mem
             why = add_norm(layer, rows, layer.attention_norm, {layer.x, layer.x_stride, {}, nullptr, 0},
                            nullptr, context, team);
         if (joined && why == nullptr)
-            why = multiply(layer, rows, layer.query, x, x_stride, 3 * width, hidden, {}, base, team);
+            why = multiply(layer, rows, layer.query, x, x_stride, columns, hidden, {}, base, team);
         for (int i = 0; i < 3 && !joined && why == nullptr; ++i)
-            why = multiply(layer, rows, *weights[i], x, x_stride, width, hidden, {}, base + i * plane, team);
+            why = multiply(layer, rows, *weights[i], x, x_stride, counts[i] * layer.headdim, hidden, {},
+                           base + i * plane, team);
         if (layer.tables.cos == nullptr) return why;
-        for (int i = 0; i < (joined ? 1 : 2) && why == nullptr; ++i)
-            why = rotate(layer, rows, *heads[i], (joined ? 2 : 1) * layer.nheads, team);
+        const bool together = joined && !layer.head_major;  // the keys' heads follow the queries'
+        for (int i = 0; i < (together ? 1 : 2) && why == nullptr; ++i)
+            why = rotate(layer, rows, *heads[i], together ? counts[0] + counts[1] : counts[i], team);
         return why;
     });
     std::vector<float> lse(layer.kept == nullptr ? 0 : layer.nheads * layer.total);

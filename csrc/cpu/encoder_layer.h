@@ -54,19 +54,22 @@ struct DistanceTables {
 
 struct EncoderLayer {
     DType dtype;
-    std::int64_t batch, nheads, headdim, total, max_seqlen, inner, hidden;
+    std::int64_t batch, nheads, kv_heads, headdim, total, max_seqlen, inner, hidden;
     const std::int32_t* cu_seqlens;  // batch + 1
     const void* x;                   // (total, hidden); attention is nheads * headdim wide
     std::int64_t x_stride;
     LayerLinear query, key, value;  // without panels of key, query holds all three: one product of three
+    bool head_major;  // that product's columns are [nheads, 3, headdim], not [3, nheads, headdim]
     LayerLinear attention_output, intermediate, output;
     LayerLinear activated;  // of the half that is activated, if intermediate has the other half alone
     bool pre_norm;          // whether the norms come before the blocks, not after their residual sums
+    bool rms;               // whether they are RMSNorms
     LayerNormParams attention_norm, output_norm;  // with pre_norm the first may be missing
     Activation activation;
     Gate gated;  // the half of intermediate's columns that is activated, and multiplies the other one
     Window window;
     LayerTables tables;
+    bool interleaved;               // whether neighbouring columns are rotated as pairs
     const std::int64_t* positions;  // (total,), within the tables: the caller checks
     float softmax_scale;
     Bias bias;

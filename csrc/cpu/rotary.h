@@ -17,7 +17,7 @@ struct Rotary {
     std::int64_t half;       // pairs per head: 2 half <= headdim
     const void* positions;   // [rows], int64 if `wide`, else int32; within the tables: the caller checks
     bool wide, interleaved, back;  // back: by the negative angle
-    void* y;                       // [rows, heads, headdim], a row contiguous; it may be x, with x's strides
+    void* y;                       // [rows, heads, headdim], a row contiguous; or x, with x's strides
     std::int64_t y_stride;         // from row to row
 };
 

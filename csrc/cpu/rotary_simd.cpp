@@ -43,6 +43,7 @@ void rotate_rows(const Rotary& args, std::int64_t begin, std::int64_t end, float
     const std::int64_t half = args.half, rest = args.headdim - 2 * half;
     const float sign = args.back ? -1.0f : 1.0f;
     const Vec signs = broadcast(sign);
+    const std::int64_t y_head_stride = args.y == args.x ? args.head_stride : args.headdim;
     for (std::int64_t row = begin; row < end; ++row) {
         const std::int64_t at = position_of(args, row) * half;
         const float *c = args.cos + at, *s = args.sin + at;
@@ -58,7 +59,7 @@ void rotate_rows(const Rotary& args, std::int64_t begin, std::int64_t end, float
         }
         const T* x = static_cast<const T*>(args.x) + row * args.row_stride;
         T* y = static_cast<T*>(args.y) + row * args.y_stride;
-        for (std::int64_t head = 0; head < args.heads; ++head, x += args.head_stride, y += args.headdim) {
+        for (std::int64_t head = 0; head < args.heads; ++head, x += args.head_stride, y += y_head_stride) {
             // The processor's own prefetch stops at each gap between rows (NOTES.md).
             const char* const ahead = reinterpret_cast<const char*>(x + kAhead * args.row_stride);
             for (std::int64_t i = 0; i < args.headdim * static_cast<std::int64_t>(sizeof(T)); i += 64)

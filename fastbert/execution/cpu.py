@@ -32,6 +32,7 @@ from fastbert.runtime import prepared
 
 # The kinds of layer that the fused layer computes
 KINDS = frozenset({"bottleneck", "gated", "packed", "pre_norm", "relative", "rotary", "window"})
+KINDS |= {"head_major", "interleaved", "kv_heads"}
 
 
 class Taken(NamedTuple):
@@ -84,8 +85,6 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "it has no bottleneck back to the hidden size"
     if form.bottleneck is not None and is_plain(parts.attention_norm, nn.LayerNorm):
         return "its norms are no NoNorms"
-    if rms_eps(parts.output_norm) is not None:
-        return "its norms are RMSNorms"
     if not parts.plain:
         return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
     dense, norms = _linears(form, parts), _norms(form, parts)
@@ -235,12 +234,15 @@ def _norms(form: LayerForm, parts: Parts) -> list[nn.Module]:
 
 def _fused(form: LayerForm, parts: Parts, weights: object, distances: tuple[Any, Any]) -> FusedLayer:
     # An nn.Identity in place of the first norm has none, and neither have transformers' NoNorms
-    none = None if form.pre_norm else 0.0
+    none, rms = None if form.pre_norm else 0.0, rms_eps(parts.output_norm)
     eps = getattr(parts.attention_norm, "eps", none), getattr(parts.output_norm, "eps", 0.0)
+    if rms is not None:
+        eps = rms_eps(parts.attention_norm), rms
     gated = form.gated if parts.gate is None else None
     inner = parts.intermediate.out_features // (1 if gated is None else 2)
     sizes = form.nheads, form.head_dim, inner
     kind = form.pre_norm, gated, form.window, form.rotary, _narrow(form, parts), distances
+    kind = *kind, form.kv_heads, rms is not None, form.head_major, form.interleaved
     return FusedLayer(weights, *sizes, form.softmax_scale, form.activation, eps, *kind)
 
 
@@ -262,7 +264,7 @@ def _another_kind(
         for name, t in module._parameters.items():
             if t is not None:
                 checks.own_elements(name, t)
-    of_norms = [t for m in norms for t in (m.weight, m.bias)]
+    of_norms = [t for m in norms for t in (m.weight, getattr(m, "bias", None))]
     of_linears = [t for m in dense for t in ((m.weight, m.bias) if kind is FLOAT else (m.bias,))]
     known = [t for t in (*of_norms, *of_linears) if t is not None]
     return any(t.dtype != x.dtype or t.device != x.device for t in known)
@@ -285,6 +287,6 @@ def _weights(
         linears = kind.layer_operands(x, owner, list(dense), gated)
     else:  # products of different inputs
         linears = [one for m in dense for one in kind.layer_operands(x, m, [m], False) or ()]
-    norms = [(norm.weight, norm.bias) for norm in _norms(form, parts)]
+    norms = [(norm.weight, getattr(norm, "bias", None)) for norm in _norms(form, parts)]
     norms = [(None, None)] * (2 - len(norms)) + norms
     return None if linears is None else make(linears, norms, scratch, gated)

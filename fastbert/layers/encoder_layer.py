@@ -30,6 +30,7 @@ from fastbert.layers.modules import (
     is_plain,
     part,
     plain_dropout,
+    rms_eps,
     watched,
 )
 from fastbert.layers.parts import (
@@ -85,7 +86,8 @@ class PackedLayer(nn.Module):
         missing = self.form.pre_norm and is_plain(norms[0], nn.Identity)
         own, steps = self.form.bottleneck, None
         if own is None:
-            plain = all_plain(linears, norms[missing:])
+            kind = type(norms[1]) if rms_eps(norms[1]) is not None else nn.LayerNorm
+            plain = all_plain(linears, norms[missing:], kind)
         else:
             steps = bottleneck.Steps.of(own, self)
             more, kind = steps.modules, type(norms[0])

@@ -13,7 +13,8 @@ or, with the norms before the blocks,
     a = x + attention(q, k, v) Woᵀ + bo
     y = a + act(LayerNorm(a) Wiᵀ + bi) Wfᵀ + bf
 
-q and k may be rotated, attention may have a window, and tables may score distances. Instead of act(z),
+Norms may be RMSNorms, q and k may be rotated, several heads of q may share k and v, attention may have a
+window, and tables may score distances. Instead of act(z),
 z = a Wiᵀ + bi, there may be act(z1) z2, where z = [z1, z2], or act(g) z with g = a Wgᵀ + bg. A layer may have
 bottlenecks, as in fastbert/layers/bottleneck.py, with NoNorms.
 
@@ -99,6 +100,10 @@ class FusedLayer(NamedTuple):
         narrow: the bottlenecks; None if there are none. The layer's norms are NoNorms then, without eps.
         distances: the tables of distances that queries, and keys, are multiplied with, each None if there is
             none.
+        kv_heads: heads of keys and values, a divisor of `nheads`; None for `nheads`.
+        rms: whether the norms are RMSNorms.
+        head_major: whether the one product of query, key and value has columns (nheads, 3, headdim).
+        interleaved: see `ops.rotary`.
     """
 
     weights: Any
@@ -114,6 +119,10 @@ class FusedLayer(NamedTuple):
     rotary: Hashable = None
     narrow: NarrowBlocks | None = None
     distances: tuple[ScoreTable | None, ScoreTable | None] = (None, None)
+    kv_heads: int | None = None
+    rms: bool = False
+    head_major: bool = False
+    interleaved: bool = False
 
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
@@ -233,6 +242,8 @@ def encoder_layer(
         checks.eps(second)
         if layer.narrow is not None:
             _check_narrow(layer)
+        if layer.kv_heads is not None and (layer.kv_heads < 1 or layer.nheads % layer.kv_heads):
+            raise ValueError(f"kv_heads: expected a divisor of {layer.nheads} heads, got {layer.kv_heads}")
         if layer.gated not in (None, *GATES):
             raise ValueError(f"gated: expected None, 'first' or 'second', got {layer.gated!r}")
         batch = cu_seqlens.shape[0] - 1
@@ -273,8 +284,11 @@ def encoder_layer(
         for name, there in {"bias": bias, "relative": relative, "distances": distances, "out": out}.items():
             if there is not None:
                 raise ValueError(f"{name}: expected None for a layer that keeps some tokens")
-        if len(layers) != 1 or layers[0].narrow is not None or layers[0].window is not None:
-            raise ValueError("kept: expected None for several layers, or one with a window or bottlenecks")
+        own = layers[0]
+        if len(layers) != 1 or (own.narrow, own.window, own.kv_heads) != (None, None, None):
+            raise ValueError(
+                "kept: expected None for several layers, or one with a window, bottlenecks or kv_heads"
+            )
         check_lengths(kept[0], max_seqlen, x)
         checks.shape("kept", kept[0], tuple(cu_seqlens.shape))
         if int(kept[0][-1]) != kept[1]:
@@ -294,7 +308,7 @@ def _check_narrow(layer: FusedLayer) -> None:
         raise ValueError(
             f"narrow: expected width >= 1, feeds >= 0, and values only beside keys, got {narrow}"
         )
-    for name in ("pre_norm", "gated", "rotary"):
+    for name in ("pre_norm", "gated", "rotary", "kv_heads", "rms", "head_major"):
         if getattr(layer, name):
             raise ValueError(
                 f"{name}: expected none in a layer with bottlenecks, got {getattr(layer, name)!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
+from tests.support.graphed_models import OTHERS
 from tests.support.hf_models import BERT_LAYERS, batch, hf_config
 from tests.support.inputs import ends_of
 from tests.support.layer_calls import through
@@ -39,11 +41,13 @@ FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FLOAT, BF16, FP16)
 
 
-def norms_of(layer: nn.Module) -> list[nn.LayerNorm]:
-    return [module for module in layer.modules() if isinstance(module, nn.LayerNorm)]
+def norms_of(layer: nn.Module) -> list[Any]:
+    return [module for module in layer.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
 
 
 def of(name: str, **overrides) -> BertModel:
+    if name in OTHERS:
+        return AutoModel.from_config(EncoderConfig(**{**OTHERS[name], **overrides})).eval()
     return AutoModel.from_config(EncoderConfig.from_hf(hf_config(name, **overrides))).eval()
 
 
@@ -106,10 +110,11 @@ def assert_same_as_op_by_op(call, times: int) -> None:
 
 
 EIGHT_BITS = [(name, True) for name in ("bert", "mpnet", "modernbert", "nomic_bert", "gte", "deberta-v2")]
+EIGHT_BITS += [("eurobert", True), ("neobert", True)]
 
 
 # The families whose layers rotate, of which some have norms before the blocks, gates and windows
-ROTARY_LAYERS = ("modernbert", "nomic_bert", "gte", "jina_embeddings_v3")
+ROTARY_LAYERS = ("modernbert", "nomic_bert", "gte", "jina_embeddings_v3", "eurobert", "neobert")
 NAMES = (*BERT_LAYERS, *ROTARY_LAYERS, "deberta-v2")
 
 
@@ -124,6 +129,7 @@ def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
 
 KINDS = [(name, number, int8) for name, number in (("bert", 0), ("modernbert", 1)) for int8 in (False, True)]
 KINDS += [("modernbert", 0, False), ("nomic_bert", 0, False)]
+KINDS += [("eurobert", 1, False), ("eurobert", 1, True), ("neobert", 1, False)]
 SCORED = [("deberta-v2", 1, int8) for int8 in (False, True)]
 
 
@@ -480,6 +486,8 @@ def test_bad_input_of_layers_that_rotate_is_named():
         ("window: expected", {"window": (-2, 4)}),
         ("weights: expected those of a layer", {"gated": None}),
         ("gated: expected", {"gated": "third"}),
+        ("kv_heads: expected a divisor of 3 heads, got 2", {"kv_heads": 2}),
+        ("weights: expected those of a layer", {"kv_heads": 1}),
         ("eps: expected", {"pre_norm": False, "eps": (None, 0.1)}),
         ("eps: expected", {"eps": (0.1, None)}),
     ):

@@ -32,8 +32,8 @@ FAULTS = (
     _fault("half precision takes no less", "? 4 : 2;\n        const std::int64_t widest", "? 4 : 1;\n        const std::int64_t widest"),
     # attention
     _fault("one weight for all three", "multiply(layer, rows, *weights[i], x,", "multiply(layer, rows, *weights[0], x,"),
-    _fault("joined rows as single ones", "Heads{base + i * width * size, 3 * width,", "Heads{base + i * width * size, width,"),
-    _fault("joined: v is k", "Heads{base + i * width * size,", "Heads{base + (i == 2 ? 1 : i) * width * size,"),
+    _fault("joined rows as single ones", "Heads{base + before * layer.headdim * size, columns,", "Heads{base + before * layer.headdim * size, width,"),
+    _fault("joined: v is k", "Heads{base + before * layer.headdim * size,", "Heads{base + (i == 2 ? counts[0] : before) * layer.headdim * size,"),
     _fault("bias forgotten", "    attention.bias = layer.bias;\n", ""),
     _fault("gate forgotten", "    attention.gate = layer.gate;\n", ""),
     _fault("scale forgotten", "attention.softmax_scale = layer.softmax_scale;", "attention.softmax_scale = 1.0f;"),
@@ -67,8 +67,8 @@ FAULTS = (
     _fault("columns of the table's first rows", "args.distances.first = table.next<std::int64_t>();", "args.distances.first = 0 * table.next<std::int64_t>();", _BINDING),
     # layers that rotate, with norms before the blocks, gates and windows
     _fault("window forgotten", "    attention.window = layer.window;\n", ""),
-    _fault("only queries rotated", "(joined ? 2 : 1) * layer.nheads", "layer.nheads"),
-    _fault("keys of three products not rotated", "i < (joined ? 1 : 2) && why", "i < 1 && why"),
+    _fault("only queries rotated", "together ? counts[0] + counts[1] : counts[i]", "counts[i]"),
+    _fault("keys of three products not rotated", "i < (together ? 1 : 2) && why", "i < 1 && why"),
     _fault("part's positions from the first row", "args.positions = layer.positions + rows.begin;", "args.positions = layer.positions;"),
     _fault("own positions from the first row", "if (own.positions != nullptr) own.positions += begin;", ""),
     _fault("first norm skipped", "layer.pre_norm && layer.attention_norm.eps >= 0.0;", "false;"),
@@ -83,7 +83,18 @@ FAULTS = (
     _fault("sum of a strided x", "rows.begin * sum.x_stride * size", "rows.begin * hidden * size"),
     # attention narrower than the rows, or wider
     _fault("places as wide as attention", "std::max(layer.nheads * layer.headdim, layer.hidden)", "layer.nheads * layer.headdim"),
-    _fault("values as wide as the rows", "Heads{base + i * plane, width, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
+    _fault("values as wide as the rows", "Heads{base + i * plane, counts[i] * layer.headdim, layer.headdim}", "Heads{base + i * plane, hidden, layer.headdim}"),
+    # RMSNorm, shared heads of keys, head-major rows, interleaved rotation
+    _fault("LayerNorm for RMSNorm", "    args.rms = layer.rms;\n", ""),
+    _fault("heads of keys not shared", "attention.kv_heads = layer.kv_heads;", "attention.kv_heads = layer.nheads;"),
+    _fault("shared keys as wide as queries", "x_stride, counts[i] * layer.headdim, hidden", "x_stride, width, hidden"),
+    _fault("one product of three equal widths", "columns = (layer.nheads + 2 * layer.kv_heads)", "columns = 3 * layer.nheads"),
+    _fault("head-major keys behind all queries", "Heads{base + i * layer.headdim * size, columns, 3 *", "Heads{base + i * width * size, columns, 3 *"),
+    _fault("head-major heads next to each other", "columns, 3 * layer.headdim}", "columns, layer.headdim}"),
+    _fault("halves rotated, not neighbours", "    args.interleaved = layer.interleaved;\n", ""),
+    _fault("head-major values rotated", "together = joined && !layer.head_major;", "together = joined;"),
+    _fault("rotated in place: the next head overwritten", "args.y == args.x ? args.head_stride : args.headdim", "args.headdim", "csrc/cpu/rotary_simd.cpp"),
+    _fault("RMSNorm for head-major", "args.rms = layer.next<bool>();\n        args.head_major = layer.next<bool>();", "args.head_major = layer.next<bool>();\n        args.rms = layer.next<bool>();", _BINDING),
     # layers with bottlenecks
     _fault("narrow context over wide inner rows", "return std::max(3 * plane, wide);", "return 3 * plane;"),
     _fault("keys' narrow place is the residual's", "shared ? residual : residual + places.narrow", "residual"),

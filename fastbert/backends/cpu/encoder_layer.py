@@ -174,7 +174,8 @@ def encoder_layer_fwd(
 
 def _sizes(layer):
     """The layer's sizes as csrc/bindings/encoder_layer.cpp takes them."""
-    return *layer[1:4], 0 if layer.narrow is None else layer.narrow.width
+    width = 0 if layer.narrow is None else layer.narrow.width
+    return *layer[1:4], width, layer.nheads if layer.kv_heads is None else layer.kv_heads
 
 
 def _shapes(layer, hidden, count):
@@ -188,7 +189,9 @@ def _shapes(layer, hidden, count):
         shapes += [(inner, own), (own, inner)] * narrow.feeds
         return shapes, [own, own, own, hidden, *[own] * (keys + narrow.feeds)]
     halves = 1 if layer.gated is None else 2
-    shapes = [(3 * width, hidden)] if count < 6 else [(width, hidden)] * 3
+    shared = width if layer.kv_heads is None else layer.kv_heads * layer.headdim
+    shapes = [(width, hidden), (shared, hidden), (shared, hidden)]
+    shapes = [(width + 2 * shared, hidden)] if count < 6 else shapes
     shapes += (hidden, width), (halves * inner, hidden), (hidden, inner)
     return shapes + [(inner, hidden)] * (count - len(shapes)), [hidden] * 2
 
@@ -198,9 +201,8 @@ def _numbers(layers, hidden, tables, start):
     isa, taken = _C.cpu_isa(), []
     for layer in layers:
         numbers, made_with, held, _, made_for, bottleneck = layer.weights
-        _, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary, narrow, scored = (
-            layer
-        )
+        _, nheads, headdim, inner, scale, activation, eps, pre_norm, gated, window, rotary, *more = layer
+        narrow, scored, _, *forms = more
         if made_with != isa:
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
         count = len(made_for[0])
@@ -227,7 +229,7 @@ def _numbers(layers, hidden, tables, start):
             _table_numbers(rotary, tables),
             () if narrow is None else (narrow.keys, narrow.values, *bottleneck),
         )
-        kind = scale, pre_norm, GATE_CODES[gated], left, right, *by_tables
+        kind = scale, pre_norm, *forms, GATE_CODES[gated], left, right, *by_tables
         kind += (_distance_numbers(scored, nheads, headdim, start),)
         first = -1.0 if eps[0] is None else eps[0]
         taken.append((_sizes(layer), numbers, first, eps[1], CODES[activation], *kind))
