@@ -1,18 +1,16 @@
 #include "encoder_layer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "attention_received.h"
-#include "layer_norm.h"
-#include "linear_int8.h"
-#include "parallel.h"
-#include "rotary.h"
+#include "encoder_layer_parts.h"
 #include "workspace.h"
 
 namespace fastbert {
+
+using namespace layer_parts;
 
 namespace {
 
@@ -23,149 +21,9 @@ constexpr std::int64_t kOwnRows = 12;
 // Multiplications in the first product of the feed-forward, from which on a thread that works alone cuts a
 // product into tasks, to lend some (parallel.h). With fewer it reads the weights once.
 constexpr std::int64_t kWorthCutting = std::int64_t{1} << 26;
-// Bytes of scores of distances that are made before attention reads them, unless one sequence has more: they
-// shall stay in the cache (NOTES.md).
-constexpr std::int64_t kScoreBytes = std::int64_t{1} << 21;
-
-struct Rows {
-    std::int64_t begin, count;
-};
-
-// What follows a product: its bias, unless the following norm adds it, then the activation, then what c
-// holds, then a NoNorm.
-struct Epilogue {
-    bool bias = true;
-    Activation activation = Activation::kNone;
-    Gate gate = Gate::kNone;
-    Onto onto = Onto::kNone;
-    LayerNormParams no_norm{};
-};
-
-// c = act(a w + bias) for some rows, or the same plus or times c.
-const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w, const void* a,
-                     std::int64_t a_stride, std::int64_t columns, std::int64_t depth,
-                     const Epilogue& epilogue, void* c, int threads) {
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    const void* const from = static_cast<const char*>(a) + rows.begin * a_stride * size;
-    void* const to = static_cast<char*>(c) + rows.begin * columns * size;
-    const Param bias = epilogue.bias ? w.bias : Param{nullptr, DType::kFloat32};
-    if (w.scale != nullptr) {
-        const ProductInt8 args{layer.dtype,
-                               rows.count,
-                               columns,
-                               depth,
-                               from,
-                               a_stride,
-                               static_cast<const std::uint8_t*>(w.panels),
-                               w.scale,
-                               bias,
-                               epilogue.activation,
-                               to,
-                               epilogue.gate,
-                               epilogue.onto,
-                               epilogue.no_norm.weight.data,
-                               epilogue.no_norm.bias.data,
-                               w.smooth};
-        return cpu_linear_int8(args, threads);
-    }
-    Product args{};
-    args.dtype = layer.dtype;
-    args.rows = rows.count;
-    args.columns = columns;
-    args.depth = depth;
-    args.a = from;
-    args.row_stride = a_stride;
-    args.depth_stride = 1;
-    args.panels = w.panels;
-    args.bias = bias;
-    args.activation = epilogue.activation;
-    args.gate = epilogue.gate;
-    args.residual = epilogue.onto == Onto::kNone ? nullptr : to;
-    args.residual_stride = columns;
-    args.multiplies = epilogue.onto == Onto::kMultiplies;
-    args.norm_weight = epilogue.no_norm.weight.data;
-    args.norm_bias = epilogue.no_norm.bias.data;
-    args.c = to;
-    return cpu_linear_product(args, threads);
-}
-
-// The sum that a norm reads: x + bias + residual. The last two may be null.
-struct Sum {
-    const void* x;
-    std::int64_t x_stride;
-    Param bias;
-    const void* residual;
-    std::int64_t residual_stride;
-};
-
-// y = norm(sum) for some rows; the sum itself goes to z, which may be null and may be the residual.
-const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams& norm, const Sum& sum,
-                     void* z, void* y, int threads) {
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    const std::int64_t hidden = layer.hidden, first = rows.begin * hidden * size;
-    LayerNormFwd args{};
-    args.dtype = layer.dtype;
-    args.rows = rows.count;
-    args.hidden = hidden;
-    args.x = static_cast<const char*>(sum.x) + rows.begin * sum.x_stride * size;
-    args.x_stride = sum.x_stride;
-    if (sum.residual != nullptr)
-        args.residual = static_cast<const char*>(sum.residual) + rows.begin * sum.residual_stride * size;
-    args.residual_stride = sum.residual_stride;
-    args.weight = norm.weight;
-    args.bias = norm.bias;
-    args.x_bias = sum.bias;
-    args.eps = norm.eps;
-    args.rms = layer.rms;
-    args.y = static_cast<char*>(y) + first;
-    args.z = z == nullptr ? nullptr : static_cast<char*>(z) + first;
-    return cpu_layer_norm_fwd(args, threads);
-}
-
-// Rotates some rows of `count` heads in place.
-const char* rotate(const EncoderLayer& layer, Rows rows, const Heads& heads, std::int64_t count,
-                   int threads) {
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    Rotary args{};
-    args.dtype = layer.dtype;
-    args.rows = rows.count;
-    args.heads = count;
-    args.headdim = layer.headdim;
-    args.y = const_cast<char*>(static_cast<const char*>(heads.data)) + rows.begin * heads.row_stride * size;
-    args.x = args.y;
-    args.row_stride = args.y_stride = heads.row_stride;
-    args.head_stride = heads.head_stride;
-    args.cos = layer.tables.cos;
-    args.sin = layer.tables.sin;
-    args.half = layer.tables.half;
-    args.positions = layer.positions + rows.begin;
-    args.wide = true;
-    args.interleaved = layer.interleaved;
-    return cpu_rotary(args, threads);
-}
 
 bool have_own_rows(std::int64_t total, int threads) {
     return threads > 1 && total >= threads * threads * kOwnRows;
-}
-
-// f(part) for as many parts as there are threads. Returns the reason of one of them, or nullptr.
-template <class F>
-const char* by_parts(int threads, const F& f) {
-    std::atomic<const char*> failed{nullptr};
-    parallel_for(threads, threads, [&](std::int64_t part, int) {
-        if (const char* const why = f(part)) failed.store(why, std::memory_order_relaxed);
-    });
-    return failed.load(std::memory_order_relaxed);
-}
-
-// f(rows, threads) for all rows: in one part per thread where they have their own rows, or in one part.
-template <class F>
-const char* by_rows(std::int64_t total, int threads, bool own_rows, const F& f) {
-    if (!own_rows) return f(Rows{0, total}, threads);
-    return by_parts(threads, [&](std::int64_t part) {
-        const auto border = [&](std::int64_t i) { return total * i / threads; };
-        return f(Rows{border(part), border(part + 1) - border(part)}, 1);
-    });
 }
 
 // Runs of whole sequences with about as many rows each, one per thread: the first sequence of each run, then
@@ -186,114 +44,6 @@ std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threa
         if (32 * rows * threads > 33 * layer.total) return {};
     }
     return firsts;
-}
-
-// The working memory of a layer of this many rows: q, k, v, context. After attention, q's place holds the
-// inputs of both norms, and k's place the result of the norm after attention. Once the context has been read,
-// the inner rows of the feed-forward start at v's place. With pre_norm the context's place first has the
-// result of the norm before attention, and y has the sum after attention. A layer with bottlenecks has q, k
-// and v, or once attention has run the inner rows, then the context, then in its own width what queries and
-// keys are made from, and the residual.
-struct Places {
-    std::int64_t plane, wide, narrow;
-    Places(const EncoderLayer& layer, std::int64_t rows) {
-        const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-        const std::int64_t widest = std::max(layer.nheads * layer.headdim, layer.hidden);
-        const bool narrows = layer.bottleneck.width > 0;
-        plane = (rows * (narrows ? layer.nheads * layer.headdim : widest) * size + 63) / 64 * 64;
-        wide = (rows * layer.inner * size + 63) / 64 * 64;
-        narrow = (rows * layer.bottleneck.width * size + 63) / 64 * 64;
-    }
-    std::int64_t context() const { return std::max(3 * plane, wide); }  // of a layer with bottlenecks
-    std::int64_t bytes() const {
-        return narrow > 0 ? context() + plane + 2 * narrow : 2 * plane + std::max(2 * plane, wide);
-    }
-};
-
-// Attention of the sequences [first, end), with the scores of distances made in `memory`.
-const char* attend_by_distance(const EncoderLayer& layer, const AttentionFwd& all, std::int64_t first,
-                               std::int64_t end, char* memory, int threads) {
-    const std::int64_t begin = layer.cu_seqlens[first], rows = layer.cu_seqlens[end] - begin;
-    const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    if (rows == 0) return nullptr;
-    std::vector<std::int32_t> ends;
-    for (std::int64_t b = first; b <= end; ++b)
-        ends.push_back(static_cast<std::int32_t>(layer.cu_seqlens[b] - begin));
-    AttentionFwd own = all;
-    own.batch = end - first;
-    own.total = rows;
-    own.cu_seqlens = ends.data();
-    for (Heads* heads : {&own.q, &own.k, &own.v})
-        heads->data = static_cast<const char*>(heads->data) + begin * heads->row_stride * size;
-    own.out = static_cast<char*>(all.out) + begin * all.nheads * all.headdim * size;
-    if (own.bias.data != nullptr) own.bias.data += first * all.bias.batch_stride;
-    Relative relative = layer.relative;
-    const auto score = [&](const void* panels, const Heads& x, Heads& scores) -> const char* {
-        if (panels == nullptr) return nullptr;
-        const TableScores args{layer.dtype,
-                               rows,
-                               layer.nheads,
-                               layer.headdim,
-                               x,
-                               panels,
-                               layer.distances.rows,
-                               layer.distances.first,
-                               relative.ncolumns,
-                               memory};
-        const std::int64_t columns = table_columns(args);
-        const std::int64_t skipped = (args.first - table_begin(args)) * score_size(layer.dtype);
-        scores = {memory + skipped, columns, rows * columns};
-        memory += rows * layer.nheads * columns * score_size(layer.dtype);
-        return cpu_table_scores(args, threads);
-    };
-    const char* why = score(layer.distances.query, own.q, relative.query);
-    if (why == nullptr) why = score(layer.distances.key, own.k, relative.key);
-    return why == nullptr ? cpu_attention_fwd(own, threads, relative) : why;
-}
-
-// Attention, with the scores of distances of some sequences at a time.
-const char* attend(const EncoderLayer& layer, const AttentionFwd& args, int threads) {
-    const auto& [query, key, rows, from] = layer.distances;
-    if (query == nullptr && key == nullptr) return cpu_attention_fwd(args, threads, layer.relative);
-    TableScores scores{};
-    scores.first = from;
-    scores.count = layer.relative.ncolumns;
-    const std::int64_t terms = (query == nullptr ? 0 : 1) + (key == nullptr ? 0 : 1);
-    const std::int64_t per_row = terms * layer.nheads * table_columns(scores) * score_size(layer.dtype);
-    const std::int32_t* const ends = layer.cu_seqlens;
-    std::vector<std::int64_t> firsts{0};
-    std::int64_t most = 0;
-    for (std::int64_t b = 1; b <= layer.batch; ++b) {
-        const std::int64_t first = firsts.back();
-        if (b < layer.batch && (ends[b + 1] - ends[first]) * per_row <= kScoreBytes) continue;
-        most = std::max<std::int64_t>(most, ends[b] - ends[first]);
-        firsts.push_back(b);
-    }
-    const Workspace memory(most * per_row / 4 + 16);
-    if (memory.data() == nullptr) return kOutOfMemory;
-    const char* why = nullptr;
-    for (std::size_t i = 0; i + 1 < firsts.size() && why == nullptr; ++i)
-        why = attend_by_distance(layer, args, firsts[i], firsts[i + 1],
-                                 reinterpret_cast<char*>(memory.data()), threads);
-    return why;
-}
-
-// Attention of a layer, without what it reads and writes.
-AttentionFwd attention_of(const EncoderLayer& layer) {
-    AttentionFwd attention{};
-    attention.dtype = layer.dtype;
-    attention.batch = layer.batch;
-    attention.nheads = layer.nheads;
-    attention.kv_heads = layer.kv_heads;
-    attention.headdim = layer.headdim;
-    attention.total = layer.total;
-    attention.max_seqlen = layer.max_seqlen;
-    attention.cu_seqlens = layer.cu_seqlens;
-    attention.softmax_scale = layer.softmax_scale;
-    attention.bias = layer.bias;
-    attention.gate = layer.gate;
-    attention.window = layer.window;
-    return attention;
 }
 
 // A layer with bottlenecks. The residual's place has what each block adds to.
