@@ -14,7 +14,7 @@ FAULTS = (
     _fault("values are read before they come", "    wait_copies<0>();\n    __syncthreads();", "    __syncthreads();"),
     _fault("no barrier before the values are read", "    wait_copies<0>();\n    __syncthreads();", "    wait_copies<0>();"),
     _fault("keys come with the values", "    copy(args.k, kv_head, keys);\n    commit_copies();\n", "    copy(args.k, kv_head, keys);\n"),
-    _fault("a warp stages in the rows of another", "queries + 16 * warp * kRowBytes);", "queries + 16 * (3 - warp) * kRowBytes);"),
+    _fault("all warps stage in the same rows", "                                  queries + 16 * warp * kRowBytes);", "                                  queries);"),
     # places
     _fault("a lane without a sequence has the first row of all", "lane < kWarp - 1 && first + lane < batch ? first + lane : batch]", "lane < kWarp - 1 && first + lane < batch ? first + lane : 0]"),
     _fault("the block's first sequence by the rows", "slot * (kTileRows >> shift);", "slot << (shift - 4);"),
