@@ -31,8 +31,6 @@ import itertools
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,36 +52,25 @@ from fastbert.training.memory import kept_memory
 from fastbert.training.module import Losses
 from fastbert.training.optimizers import optimizer
 from fastbert.training.parallel import Parallel
+from fastbert.training.resume import (
+    CONFIG,
+    STATE,
+    Interrupted,
+    Signals,
+    TrainingError,
+    check_config,
+    check_state,
+)
 from fastbert.training.stages import Stage, check_order
 from fastbert.training.state import State
 from fastbert.training.stream import Batch, Stream, loaded
 from fastbert.training.update import Update, local, serves, whole
 
-CONFIG = "config.json"
-STATE = "trainer.json"
-# signals that end a run after its step, where the system has them
-_SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # inputs that a model reads on the host, so that it does not wait for the device
 _ON_HOST = ("cu_seqlens",)
 # the least scale of fp16's scaler: its first scale after forty skips in a row
 _LEAST_SCALE = 2.0**-24
-
-
-class TrainingError(ValueError):
-    """A run cannot start or resume; the message names what is wrong and where."""
-
-
-class Interrupted(Exception):
-    """A signal has ended the run, after a step and its checkpoint.
-
-    Attributes:
-        number: number of the signal.
-    """
-
-    def __init__(self, number: int, where: Path | None) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; saved {where}")
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -182,7 +169,7 @@ class Trainer:
         self._say = say if self.parallel.is_first else lambda text: None
         self.steps = sum(stage.steps for stage in self.stages)
         self._ends = list(itertools.accumulate(stage.steps for stage in self.stages))
-        self._signal: int | None = None
+        self._signals = Signals()
         self._failure: Exception | None = None
 
     # -- the run ---------------------------------------------------------------------------------------------
@@ -195,17 +182,18 @@ class Trainer:
             TrainingError, CheckpointError: the run cannot start or resume, or a file cannot be written.
         """
         found = logs = None
-        with contextlib.ExitStack() as held, self._signals():
+        self._signals = Signals()
+        with contextlib.ExitStack() as held, self._signals:
             if self.parallel.device.type == "cpu":
                 held.enter_context(kept_memory())
             with self.parallel.alike():
                 if self.parallel.is_first:
                     checkpoints.begin(self.output)
                     if not os.path.lexists(self.output / checkpoints.LOCK):
-                        self._check_config()  # a refused directory gets no lock file
+                        check_config(self.output, self.config)  # a refused directory gets no lock file
                     held.enter_context(checkpoints.locked(self.output))
                     checkpoints.clear(self.output)
-                    self._check_config()
+                    check_config(self.output, self.config)
                     found, rejected = checkpoints.newest(self.output)
                     for why in rejected:
                         self._say(f"not usable: {why}")
@@ -235,19 +223,6 @@ class Trainer:
                         self._say(text)
             return self._train(found, logs)
 
-    def _check_config(self) -> None:
-        """Compare the run's config with the one of the directory; without one the directory must be empty."""
-        path = self.output / CONFIG
-        problem = None
-        if path.exists():
-            problem = difference(read_json(path), self.config, path)
-        elif checkpoints.steps_in(self.output):
-            problem = f"{path}: is missing beside checkpoints; it has what they were trained with"
-        else:
-            checkpoints.check_begun(self.output)
-        if problem:
-            raise TrainingError(problem)
-
     def _begin(self, found: Path | None, state: Mapping[str, Any]) -> Losses:
         """Take over a checkpoint's trainer.json; returns the module of the first step, not filled."""
         mine = {key: value for key, value in self._decisive().items() if key in state}
@@ -255,7 +230,7 @@ class Trainer:
         if problem:
             raise TrainingError(problem)
         if found:
-            self._check_state(found, state)
+            check_state(found, state, self.steps, self._stage_at)
         self.step = state.get("step", 0)
         self.totals = {key: state.get(key, 0) for key in ("tokens", "sequences", "skipped")}
         if found:
@@ -270,27 +245,6 @@ class Trainer:
         if state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         return self._new_module(number)
-
-    def _check_state(self, found: Path, state: Mapping[str, Any]) -> None:
-        """Raise TrainingError if a checkpoint's trainer.json has a value that no run writes."""
-        step = state.get("step")
-        if type(step) is not int or checkpoints.name_of(step) != found.name:
-            raise TrainingError(f"{found / STATE}: step: expected that of the folder, got {step!r}")
-        if step > self.steps:
-            raise TrainingError(f"{found}: step {step}, but the run has {self.steps}")
-        ended, begun = (self._stage_at(at) for at in (max(step - 1, 0), step))
-        counts = ("tokens", "sequences", "skipped")
-        for name, right, expected in (
-            ("stage", lambda value: _is_count(value) and value in (ended, begun), f"{ended} or {begun}"),
-            *((name, _is_count, "an integer >= 0") for name in counts),
-            ("log_bytes", lambda value: _is_object(value, _is_count), "an object of integers >= 0"),
-            ("log_sha256", lambda value: _is_object(value, _is_text), "an object of texts"),
-            ("sizes", lambda value: _is_object(value, _are_sizes), "an object of pairs of integers"),
-            ("scaler", lambda value: _is_object(value, _is_real), "an object of finite numbers"),
-            ("versions", lambda value: _is_object(value, _is_text), "an object of texts"),
-        ):
-            if not right(state.get(name)):
-                raise TrainingError(f"{found / STATE}: {name}: expected {expected}, got {state.get(name)!r}")
 
     def _new_module(self, number: int) -> Losses:
         """A stage's module with its first weights; without `enter`, the previous stage's module."""
@@ -418,12 +372,15 @@ class Trainer:
         values = [sum(batch.counts[name] for batch in micro) for name in names]
         values += [sum(int(batch.lengths.sum()) for batch in micro), sum(len(b.lengths) for b in micro)]
         # first: after a failure the counts mean nothing
-        flags = [int(self._failure is not None), *(int(self._signal == number) for number in _SIGNALS)]
+        flags = [
+            int(self._failure is not None),
+            *(int(self._signals.noted == number) for number in Signals.NUMBERS),
+        ]
         failed, *signals = self.parallel.summed(flags)
         if failed:
             self.parallel.raise_any(self._failure)
         summed = self.parallel.summed(values)
-        stop = next((number for number, count in zip(_SIGNALS, signals, strict=True) if count), 0)
+        stop = next((number for number, count in zip(Signals.NUMBERS, signals, strict=True) if count), 0)
         return dict(zip([*names, "tokens", "sequences"], summed, strict=True)), stop
 
     @contextlib.contextmanager
@@ -619,52 +576,6 @@ class Trainer:
     def _known_sizes(self) -> dict[int, list[tuple[int, int]]]:
         stream = getattr(self, "_stream", None)
         return {} if stream is None else {self._stage: stream.sizes}
-
-    # -- signals ---------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """A block in which a signal of `_SIGNALS` ends the run after the current step."""
-        self._signal = None
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: object) -> None:
-            self._signal = number
-            # a second signal has its usual effect
-            signal.signal(number, before[number])
-
-        before: dict[int, Any] = {}
-        for number in _SIGNALS:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, note)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_real(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_sizes(value: object) -> bool:
-    pairs = value if isinstance(value, list) else [None]
-    return all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in pairs)
-
-
-def _is_object(value: object, right: Callable[[object], bool]) -> bool:
-    return isinstance(value, dict) and all(map(right, value.values()))
 
 
 def _seed(*parts: object) -> int:
