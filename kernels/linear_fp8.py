@@ -7,7 +7,7 @@ Tiling     A program owns BLOCK_M rows. It keeps their first BLOCK_N columns in 
            largest element and their rounding, and reads further columns twice.
 Precision  float32; the divisions are correctly rounded. E4M3 by the GPU's own conversion, to the nearest,
            halves to the even, at most 448; it needs compute capability 8.9.
-Bytes      Of bfloat16 2 read and 1 written per element, in one launch. PyTorch's own chain moves 39 in eight.
+Bytes      Of bfloat16 2 read and 1 written per element, in one launch. PyTorch's chain moves 39 in twelve.
            An activation costs nothing but its arithmetic; as a pass of its own it moves 4 bytes more.
 Saved      Nothing: inference only.
 Source     Micikevicius et al. 2022, FP8 Formats for Deep Learning.

@@ -73,6 +73,21 @@ def of_compression(*kinds: str) -> list[float]:
     return [rows[kind, f"fastbert-{tag}"][f"whole-{tag}"] for kind, tag in cases]
 
 
+def of_bits() -> list[tuple[str, tuple[float, ...]]]:
+    """The rows of the table of formats."""
+    (file,) = RESULTS.glob("*/bits.json")
+    rows = {row["format"]: row for row in json.loads(file.read_text())["rows"]}
+    near = "| {} | {{:.5f}} | {{:.5f}} | {{:.5f}} |"
+    found = []
+    for name in ("bfloat16", "int8", "fp8"):
+        row = rows[name]
+        figures = [row[key] for key in ("cosine_mean", "cosine_least", "spearman")]
+        loud = [row[key] for key in ("sqnr_least", "sqnr_median") if key in row]
+        claim = near.format(name) + (" {:.1f} | {:.1f} |" if loud else " – | – |")
+        found.append((claim, (*figures, *loud)))
+    return found
+
+
 @functools.cache
 def claims() -> dict[str, list[tuple[str, tuple[float, ...]]]]:
     """Page -> its sentences with figures that no script writes, and the measured figures."""
@@ -97,6 +112,7 @@ def claims() -> dict[str, list[tuple[str, tuple[float, ...]]]]:
         ],
         "docs/early-exit.md": [(fewer, tuple(of_compression("early-exit")))],
         "docs/fine-tune.md": [(learns, tuple(of_finetuning()))],
+        "docs/quantise.md": of_bits(),
         "docs/gpu-server.md": [("costs the host {:.0f} to {:.0f} µs beside the replay", of_graphed_calls())],
         "docs/threads.md": [(neighbour + "with plain OpenMP {:.0f} times at most", lost)],
         "docs/numbers.md": [("further apart than {:.0%} of the median", (turns.NOISY,))],

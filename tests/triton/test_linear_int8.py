@@ -99,11 +99,11 @@ def test_smooth_and_wide_rows(block, monkeypatch):
 
 @pytest.mark.parametrize("block", [32, 4096])
 def test_rows_without_a_finite_range(block, monkeypatch):
-    """Their step is NaN, and rows beside them are as before. 1e-44 has a step of 1."""
+    """Their step is NaN, and rows beside them are as before. 1e-37 and 1e-44 have a step of 1."""
     monkeypatch.setattr(kernels, "ONE_BLOCK", block)
     x = torch.randn(8, 70, device=DEVICE)
     x[1, 3], x[2, 69], x[3, 40], x[4, 0] = torch.nan, torch.nan, torch.inf, -torch.inf
-    x[5] = 1e-44
+    x[5], x[7] = 1e-44, 1e-37
     x[6, 0], x[6, 1] = 3e38, -3e38
     assert_rounded(x)
     step = kernels.quantized_rows(x, None)[2]
