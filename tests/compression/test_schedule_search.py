@@ -112,6 +112,10 @@ def test_crossovers_are_means():
     }
     assert len(asked) > 40
     assert {*asked[40:]} <= means
+    # One schedule is better than all others, so it has no partner
+    one = search_schedules(model, lambda m: -m.config.token_schedule[0], rounds=1, mutations=0)
+    assert len(one) == 1
+    assert one[0].schedule == schedules[0]
 
 
 def test_examples_are_scored_by_their_measure(labelled):
