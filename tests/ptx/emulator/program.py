@@ -153,7 +153,7 @@ class Program:
             cluster: blocks of a cluster by axis; by default what the text requires, or single blocks.
 
         Returns: what the first block's shared memory holds in the end, if `shared` was given.
-        Raises: EmulatorError, by what the kernel does wrong.
+        Raises: EmulatorError, by what the kernel does wrong; ValueError for a wrong schedule or cluster.
         """
         if schedule not in ("late", "early"):
             raise ValueError(f"schedule: got {schedule!r}, expected 'late' or 'early'")
