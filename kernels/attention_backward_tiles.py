@@ -97,7 +97,7 @@ def _exponentials(
             inside = inside & (rows < length)
         scores += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
     allowed = keys < length
-    if relative is not None:
+    if relative[0][0] is not None:
         # Rows past the sequence have no lse: their exponentials might be infinite.
         allowed = allowed & (rows < length)
     allowed = _in_window(allowed, rows, keys, left, right, CAUSAL)
@@ -178,58 +178,21 @@ def _query_tile(
         v = None
     scores = _product(
         q,
-        q_ptr,
-        q_stride,
-        first_row,
+        *(q_ptr, q_stride, first_row),
         k,
-        k_ptr,
-        k_stride,
-        first_key,
-        length,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        CHUNK,
+        *(k_ptr, k_stride, first_key, length, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
     )
     weights = _exponentials(
-        scores,
-        rows[:, None],
-        keys[None, :],
-        shift[:, None],
-        bias_ptr,
-        bias_row_stride,
-        bias_key_stride,
+        *(scores, rows[:, None], keys[None, :], shift[:, None], bias_ptr, bias_row_stride, bias_key_stride),
         relative,
-        first_row,
-        first_key,
-        length,
-        left,
-        right,
-        scale,
-        unit,
-        CAUSAL,
-        FOLDED,
-        BIAS_HAS_ROWS,
-        BLOCK_M,
-        BLOCK_N,
-        False,
+        *(first_row, first_key, length, left, right, scale, unit, CAUSAL, FOLDED, BIAS_HAS_ROWS, BLOCK_M),
+        *(BLOCK_N, False),
     )
     dprobs = _product(
         do,
-        dout_ptr,
-        dout_stride,
-        first_row,
+        *(dout_ptr, dout_stride, first_row),
         v,
-        v_ptr,
-        v_stride,
-        first_key,
-        length,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        CHUNK,
+        *(v_ptr, v_stride, first_key, length, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
     )
     if seed_ptr is not None:
         if bits_ptr is not None:

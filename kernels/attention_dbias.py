@@ -116,15 +116,12 @@ def _attention_bwd_dbias_kernel(
             bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
         else:
             bias_at = None
-        if columns_ptr is not None:
-            relative = (
-                (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
-                (query_stride, query_head_stride, key_stride, key_head_stride),
-                (distance_head_stride, positions_stride, reach),
-                (wide_sequence, wide_start, wide_head),
-            )
-        else:
-            relative = None
+        relative = (
+            (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+            (query_stride, query_head_stride, key_stride, key_head_stride),
+            (distance_head_stride, positions_stride, reach),
+            (wide_sequence, wide_start, wide_head),
+        )
         if bits_ptr is not None:
             bits_at = bits_ptr + wide_head * total * bits_stride
         else:
@@ -160,41 +157,14 @@ def _attention_bwd_dbias_kernel(
                 _, weights, dprobs = _query_tile(
                     q,
                     do,
-                    q_at,
-                    q_stride,
-                    k_at,
-                    k_stride,
-                    v_at,
-                    v_stride,
-                    dout_at,
-                    dout_stride,
+                    *(q_at, q_stride, k_at, k_stride, v_at, v_stride, dout_at, dout_stride),
                     bias_at,
-                    bias_row_stride,
-                    bias_key_stride,
+                    *(bias_row_stride, bias_key_stride),
                     relative,
                     seed_ptr,
                     bits_at,
-                    bits_stride,
-                    shift,
-                    row,
-                    key,
-                    start,
-                    head,
-                    length,
-                    left,
-                    right,
-                    scale,
-                    unit,
-                    offset,
-                    threshold,
-                    HEAD_DIM,
-                    CAUSAL,
-                    False,
-                    BIAS_HAS_ROWS,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_D,
-                    CHUNK,
+                    *(bits_stride, shift, row, key, start, head, length, left, right, scale, unit, offset),
+                    *(threshold, HEAD_DIM, CAUSAL, False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                 )
                 acc += weights * inverse[:, None] * (dprobs * factor - delta[:, None])
     rows = first_row + tl.arange(0, BLOCK_M)

@@ -132,15 +132,12 @@ def _attention_bwd_dkdv_kernel(
                     )
                 else:
                     bias_at = None
-                if columns_ptr is not None:
-                    relative = (
-                        (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
-                        (query_stride, query_head_stride, key_stride, key_head_stride),
-                        (distance_head_stride, positions_stride, reach),
-                        (wide_sequence, wide_start, wide_head),
-                    )
-                else:
-                    relative = None
+                relative = (
+                    (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                    (query_stride, query_head_stride, key_stride, key_head_stride),
+                    (distance_head_stride, positions_stride, reach),
+                    (wide_sequence, wide_start, wide_head),
+                )
                 delta_at = delta_ptr + wide_head * total + wide_start
                 lse_at = lse_ptr + wide_head * lse_head_stride + wide_start
                 if bits_ptr is not None:
@@ -178,45 +175,21 @@ def _attention_bwd_dkdv_kernel(
                         CHUNK,
                     )
                     probs = _exponentials(
-                        scores,
-                        rows[None, :],
-                        keys[:, None],
-                        shift[None, :],
+                        *(scores, rows[None, :], keys[:, None], shift[None, :]),
                         bias_at,
-                        bias_row_stride,
-                        bias_key_stride,
+                        *(bias_row_stride, bias_key_stride),
                         relative,
-                        first_row,
-                        first_key,
-                        length,
-                        left,
-                        right,
-                        scale,
-                        unit,
-                        CAUSAL,
-                        FOLDED,
-                        BIAS_HAS_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        True,
+                        *(first_row, first_key, length, left, right, scale, unit, CAUSAL, FOLDED),
+                        *(BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, True),
                     )
                     if not FOLDED:
                         probs *= inverse[None, :]
                     if dk_ptr is not None:
                         dprobs = _product(
                             v,
-                            v_ptr,
-                            v_stride,
-                            first_key,
+                            *(v_ptr, v_stride, first_key),
                             do,
-                            dout_at,
-                            dout_stride,
-                            first_row,
-                            length,
-                            HEAD_DIM,
-                            BLOCK_N,
-                            BLOCK_M,
-                            BLOCK_D,
+                            *(dout_at, dout_stride, first_row, length, HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D),
                             CHUNK,
                         )
                     dropped = probs

@@ -129,15 +129,12 @@ def _attention_bwd_dq_kernel(
             if bits_ptr is not None:
                 bits_ptr += wide_head * total * bits_stride
             wide_sequence = tl.cast(sequence, tl.int64)
-            if columns_ptr is not None:
-                relative = (
-                    (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
-                    (query_stride, query_head_stride, key_stride, key_head_stride),
-                    (distance_head_stride, positions_stride, reach),
-                    (wide_sequence, wide_start, wide_head),
-                )
-            else:
-                relative = None
+            relative = (
+                (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                (query_stride, query_head_stride, key_stride, key_head_stride),
+                (distance_head_stride, positions_stride, reach),
+                (wide_sequence, wide_start, wide_head),
+            )
             rows = first_row + tl.arange(0, BLOCK_M)
             packed_rows = wide_start + rows
             inside = rows < length
@@ -166,41 +163,12 @@ def _attention_bwd_dq_kernel(
                 k, weights, dprobs = _query_tile(
                     q,
                     do,
-                    q_ptr,
-                    q_stride,
-                    k_ptr,
-                    k_stride,
-                    v_ptr,
-                    v_stride,
-                    dout_ptr,
-                    dout_stride,
-                    bias_ptr,
-                    bias_row_stride,
-                    bias_key_stride,
+                    *(q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride, bias_ptr),
+                    *(bias_row_stride, bias_key_stride),
                     relative,
-                    seed_ptr,
-                    bits_ptr,
-                    bits_stride,
-                    shift,
-                    first_row,
-                    first_key,
-                    start,
-                    head,
-                    length,
-                    left,
-                    right,
-                    scale,
-                    unit,
-                    offset,
-                    threshold,
-                    HEAD_DIM,
-                    CAUSAL,
-                    FOLDED,
-                    BIAS_HAS_ROWS,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_D,
-                    CHUNK,
+                    *(seed_ptr, bits_ptr, bits_stride, shift, first_row, first_key, start, head, length),
+                    *(left, right, scale, unit, offset, threshold, HEAD_DIM, CAUSAL, FOLDED, BIAS_HAS_ROWS),
+                    *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                 )
                 norm += tl.sum(weights, 1)
                 if dgate_ptr is not None:
@@ -218,14 +186,8 @@ def _attention_bwd_dq_kernel(
                 rough = tl.max((tl.abs(rest) > ROUNDING * size).to(tl.int32), 0)
             if dq_ptr is not None:
                 _store_tile(
-                    dq_ptr,
-                    grad_stride,
-                    dq * (inverse * scale)[:, None],
-                    wide_start + first_row,
-                    wide_start + length,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_D,
+                    *(dq_ptr, grad_stride, dq * (inverse * scale)[:, None], wide_start + first_row),
+                    *(wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D),
                 )
             tl.store(delta_ptr + packed_rows, delta, mask=inside)
             tl.store(norm_ptr + packed_rows, shift + tl.log2(norm) if FOLDED else inverse, mask=inside)

@@ -159,30 +159,10 @@ def _walk(
     for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         scores = _score_tile(
             q,
-            q_ptr,
-            q_stride,
-            k_ptr,
-            k_stride,
-            bias_ptr,
-            bias_row_stride,
-            bias_key_stride,
+            *(q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride),
             relative,
-            first_row,
-            first_key,
-            length,
-            left,
-            right,
-            scale,
-            HEAD_DIM,
-            CAUSAL,
-            FOLDED,
-            MASKED,
-            seed_ptr is not None,
-            BIAS_HAS_ROWS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            CHUNK,
+            *(first_row, first_key, length, left, right, scale, HEAD_DIM, CAUSAL, FOLDED, MASKED),
+            *(seed_ptr is not None, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
         )
         if FOLDED:
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
@@ -201,17 +181,8 @@ def _walk(
             if bits_ptr is not None:
                 inside = first_row + tl.arange(0, BLOCK_M) < length
                 keep = drawn_and_saved_keep(
-                    seed,
-                    offset,
-                    head,
-                    packed_rows,
-                    inside,
-                    first_key,
-                    threshold,
-                    bits_ptr,
-                    bits_stride,
-                    BLOCK_M,
-                    BLOCK_N,
+                    *(seed, offset, head, packed_rows, inside, first_key, threshold, bits_ptr, bits_stride),
+                    *(BLOCK_M, BLOCK_N),
                 )
             else:
                 keep = philox_keep(seed, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
@@ -341,16 +312,8 @@ def _attention_fwd_kernel(
         zeros, zero_lse = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
         for first in range(start + first_row, total, length):
             _store_rows(
-                out_ptr,
-                out_stride,
-                lse_ptr,
-                zeros,
-                zero_lse,
-                tl.cast(first, tl.int64),
-                total,
-                HEAD_DIM,
-                BLOCK_M,
-                BLOCK_D,
+                *(out_ptr, out_stride, lse_ptr, zeros, zero_lse, tl.cast(first, tl.int64), total, HEAD_DIM),
+                *(BLOCK_M, BLOCK_D),
             )
     else:
         if probs_ptr is not None or first_row < length:
@@ -361,15 +324,12 @@ def _attention_fwd_kernel(
             v_ptr += wide_start * v_stride + key_head * v_head_stride
             if bias_ptr is not None:
                 bias_ptr += wide_sequence * bias_batch_stride + wide_head * bias_head_stride
-            if columns_ptr is not None:
-                relative = (
-                    (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
-                    (query_stride, query_head_stride, key_stride, key_head_stride),
-                    (distance_head_stride, positions_stride, reach),
-                    (wide_sequence, wide_start, wide_head),
-                )
-            else:
-                relative = None
+            relative = (
+                (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
+                (query_stride, query_head_stride, key_stride, key_head_stride),
+                (distance_head_stride, positions_stride, reach),
+                (wide_sequence, wide_start, wide_head),
+            )
             packed_rows = start + first_row + tl.arange(0, BLOCK_M)
             if CHUNK == BLOCK_D:
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
@@ -379,13 +339,7 @@ def _attention_fwd_kernel(
             norm = tl.zeros((BLOCK_M,), tl.float32)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             begin, end = _keys_seen(
-                first_row,
-                tl.where(first_row < length, length, 0),
-                left,
-                right,
-                CAUSAL,
-                BLOCK_M,
-                BLOCK_N,
+                *(first_row, tl.where(first_row < length, length, 0), left, right, CAUSAL, BLOCK_M, BLOCK_N),
             )
             first_seen = begin
             # Every row of the tile sees the keys from `whole` to `unmasked`.
@@ -403,45 +357,14 @@ def _attention_fwd_kernel(
             for part in tl.static_range((0 if left is not None else 1) if SPLIT else 2, 3):
                 upto = whole if part == 0 else unmasked if part == 1 else end
                 acc, norm, top = _walk(
-                    acc,
-                    norm,
-                    top,
-                    begin,
-                    upto,
+                    *(acc, norm, top, begin, upto),
                     q,
-                    q_ptr,
-                    q_stride,
-                    k_ptr,
-                    k_stride,
-                    v_ptr,
-                    v_stride,
-                    bias_ptr,
-                    bias_row_stride,
+                    *(q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, bias_ptr, bias_row_stride),
                     bias_key_stride,
                     relative,
-                    seed_ptr,
-                    offset,
-                    threshold,
-                    bits_ptr,
-                    bits_stride,
-                    head,
-                    packed_rows,
-                    first_row,
-                    length,
-                    left,
-                    right,
-                    scale,
-                    unit,
-                    HEAD_DIM,
-                    CAUSAL,
-                    FOLDED,
-                    part != 1,
-                    BIAS_HAS_ROWS,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_D,
-                    CHUNK,
-                    1 if SPLIT and part != 1 else NUM_STAGES,
+                    *(seed_ptr, offset, threshold, bits_ptr, bits_stride, head, packed_rows, first_row),
+                    *(length, left, right, scale, unit, HEAD_DIM, CAUSAL, FOLDED, part != 1, BIAS_HAS_ROWS),
+                    *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, 1 if SPLIT and part != 1 else NUM_STAGES),
                 )
                 begin = upto
             empty = norm == 0.0
@@ -455,16 +378,8 @@ def _attention_fwd_kernel(
                 lse = top + tl.log2(norm) * LN_2
             lse = tl.where(empty, float("-inf"), lse)
             _store_rows(
-                out_ptr,
-                out_stride,
-                lse_ptr,
-                acc * factor[:, None],
-                lse,
-                wide_start + first_row,
-                wide_start + length,
-                HEAD_DIM,
-                BLOCK_M,
-                BLOCK_D,
+                *(out_ptr, out_stride, lse_ptr, acc * factor[:, None], lse, wide_start + first_row),
+                *(wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D),
             )
             if probs_ptr is not None:
                 probs_ptr += wide_sequence * probs_batch_stride + wide_head * probs_head_stride
@@ -472,30 +387,10 @@ def _attention_fwd_kernel(
                 for first_key in tl.range(first_seen, end, BLOCK_N, num_stages=1):
                     scores = _score_tile(
                         q,
-                        q_ptr,
-                        q_stride,
-                        k_ptr,
-                        k_stride,
-                        bias_ptr,
-                        bias_row_stride,
-                        bias_key_stride,
+                        *(q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride),
                         relative,
-                        first_row,
-                        first_key,
-                        length,
-                        left,
-                        right,
-                        scale,
-                        HEAD_DIM,
-                        CAUSAL,
-                        FOLDED,
-                        True,
-                        False,
-                        BIAS_HAS_ROWS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_D,
-                        CHUNK,
+                        *(first_row, first_key, length, left, right, scale, HEAD_DIM, CAUSAL, FOLDED, True),
+                        *(False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                     )
                     probs = _weights(scores, top, unit, left, FOLDED) * inverse[:, None]
                     probs = tl.where((rows < length)[:, None], probs, 0.0)

@@ -93,11 +93,12 @@ def _with_distances(
     """`scores` = [BLOCK_M, BLOCK_N], or TRANSPOSED, and those of the distances from rows to keys.
 
     Rows and keys past the sequence get those of its last token, which takes fewer registers than masks.
-    `relative`: None, or pointers, strides of rows, other numbers (in the order of `relative_args`), and the
-    place in int64: the sequence, its start in the packed layout, the head.
+    `relative`: pointers (the first is None without scores), strides of rows, other numbers (in the order of
+    `relative_args`), and the place in int64: the sequence, its start in the packed layout, the head. Triton
+    3.6 cannot compare a tuple that holds None with None.
     """
-    if relative is not None:
-        columns_ptr, query_ptr, key_ptr, bias_ptr, positions_ptr = relative[0]
+    columns_ptr, query_ptr, key_ptr, bias_ptr, positions_ptr = relative[0]
+    if columns_ptr is not None:
         query_stride, query_head_stride, key_stride, key_head_stride = relative[1]
         bias_head_stride, positions_stride, reach = relative[2]
         sequence, start, head = relative[3]

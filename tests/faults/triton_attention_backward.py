@@ -80,7 +80,7 @@ FAULTS = (
     _fault("pairs of words swapped", "first, second = tl.split(pair)", "second, first = tl.split(pair)", _PHILOX),
     _fault("normaliser in the place of delta", "delta, shift = tl.split(", "shift, delta = tl.split(", _DKDV),
     _fault("saved bits of rows past the sequence read", "tl.load(word_at, mask=inside & (column < bits_stride), other=0)", "tl.load(word_at, mask=column < bits_stride, other=0)", _PHILOX),
-    _fault("dq made without need", "            dq if need_dq else None,", "            dq,"),
+    _fault("dq made without need", "bits, dq if need_dq else None, delta", "bits, dq, delta"),
     _fault("dropout forgotten in dq", "        dprobs = tl.where(keep, dprobs, 0.0)\n    return", "        dprobs = dprobs\n    return", _TILES),
     # dbias
     _fault("dbias not normalised", "acc += weights * inverse[:, None] * (", "acc += weights * (", _DBIAS),
@@ -96,7 +96,7 @@ FAULTS = (
     # addresses
     _fault("int32 rows stored", "rows = first.to(tl.int64) + tl.arange(0, BLOCK)", "rows = first.to(tl.int32) + tl.arange(0, BLOCK)", _TILES),
     _fault("stored past the sequence", "mask = (rows < end)[:, None] & (dims < HEAD_DIM)[None, :]", "mask = (rows < end + 1)[:, None] & (dims < HEAD_DIM)[None, :]", _TILES),
-    _fault("lse taken for contiguous", "if need_dq else (0, 0)),\n            lse.stride(0)", "if need_dq else (0, 0)),\n            total"),
+    _fault("lse taken for contiguous", "if need_dq else (0, 0)), lse.stride(0)", "if need_dq else (0, 0)), total"),
     _fault("broadcast dimensions keep their stride", "tuple(s if n > 1 else 0 for", "tuple(s if n > 0 else 0 for"),
     _fault("stride of cu_seqlens", "cu_seqlens = cu_seqlens.contiguous()", "cu_seqlens = cu_seqlens"),
     _fault("folded whatever the sign of the scale", "folded = bias is None and relative is None and softmax_scale > 0", "folded = True"),
