@@ -82,7 +82,7 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
         if (kNorm == Norm::kRms) moments = rms_of(hidden, total, args.eps);
         if (kNorm == Norm::kLayer) moments = moments_of(z, hidden, total, args.eps);
         if (kNorm == Norm::kLayer && args.mean != nullptr) args.mean[row] = moments.mean + moments.correction;
-        if (kNorm != Norm::kNone && args.rstd != nullptr) args.rstd[row] = moments.rstd;
+        if (args.rstd != nullptr) args.rstd[row] = moments.rstd;
         T* y = static_cast<T*>(args.y) + row * hidden;
         normalise(z, moments, weight, bias, hidden,
                   [&](std::int64_t j, int n, Vec v) __attribute__((always_inline)) { store(y + j, v, n); });
