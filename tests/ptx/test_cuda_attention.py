@@ -468,6 +468,12 @@ def test_windows(typed, window, p):
         assert_same_bits(a[rest].contiguous(), b[rest].contiguous())
 
 
+@pytest.mark.parametrize("p", (0.0, 0.25))
+def test_a_causal_mask_of_hopper(hopper, p):
+    """Without shared heads, which choose the same kernel."""
+    check_forward(hopper, made((250, 3, 70, 64, 129), 2, 64, p=p, causal=True), TIGHT)
+
+
 def test_windows_of_more_tiles_than_the_rings_have(typed):
     """Also where the last tile of a block is that of one group alone."""
     for lengths, window in (((720,), (200, 190)), ((660, 70), (310, 65))):
