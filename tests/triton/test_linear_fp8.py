@@ -105,7 +105,15 @@ def test_an_activation_is_rounded_to_the_rows_dtype_first(activation, dtype, mon
         torch.testing.assert_close(step, its_step, rtol=2e-6, atol=0)
         assert (q.float() == wanted.float()).double().mean() >= 0.99
     monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", False)
-    torch.testing.assert_close(kernels.rounded_rows(x, activation)[1], its_step, rtol=0.02, atol=1e-6)
+    torch.testing.assert_close(kernels.rounded_rows(x, activation)[1], step, rtol=0.02, atol=1e-6)
+
+
+def test_rows_of_float32_have_the_exact_gelu_always(monkeypatch):
+    x, steps = rows_of(7, 75, torch.float32).clamp(-3, 0.9), []
+    for exact in (True, False):
+        monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", exact)
+        steps.append(kernels.rounded_rows(x, "gelu")[1])
+    assert torch.equal(*steps)
 
 
 def test_no_rows_and_rows_with_gaps():
