@@ -46,8 +46,8 @@ def scores_of(which, columns=21, dtype=torch.float32, rises=True, positions=Fals
         rows[sum(LENGTHS) :] = float("nan")
         return rows
 
-    # with positions the table ends within the distances; of 70 columns the last has number 63
-    reach = 28 if positions else SIZE + 3
+    # with positions the table ends within the distances, at columns 63 and 127 if there are 190
+    reach = 32 if positions else SIZE + 3
     distance = torch.arange(-reach, reach + 1)
     index = (columns // 2 + distance).clamp(0, columns - 1) if rises else (distance * 7) % columns
     return RelativeScores(
@@ -115,8 +115,9 @@ def test_forward(which, options, rises, positions):
 @pytest.mark.parametrize("positions", [False, True], ids=["near", "positions"])
 @pytest.mark.parametrize(("which", "options"), CALLS, ids=lambda v: v if isinstance(v, str) else "")
 def test_backward(which, options, positions):
-    inputs = inputs_of(**options_of(options))
-    relative = scores_of(which, rises="q" in which, positions=positions)
+    inputs, rises = inputs_of(**options_of(options)), "q" in which
+    columns = (190 if rises else 66) if positions else 21
+    relative = scores_of(which, columns, rises=rises, positions=positions)
     plain, dense, leaves = with_dense(inputs, relative)
     need = AttentionNeeds(True, True, True, inputs.bias is not None, True)
     wanted = [t is not None for t in relative[1:4]]
