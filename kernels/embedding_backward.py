@@ -103,7 +103,7 @@ def _embedding_bwd_kernel(
         else:
             g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
             gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN)
+        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN, "layer_norm")
         at = rows[:, None] * HIDDEN + cols[None, :]
         if dz_ptr is not None:
             tl.store(dz_ptr + at, dz, mask=mask)

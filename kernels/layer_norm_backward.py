@@ -24,7 +24,7 @@ def _bwd_tile(
 
 
 @triton.jit
-def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, KIND: tl.constexpr = "layer_norm"):
+def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, KIND: tl.constexpr):
     """The gradient of what was normalised. g = dy * weight, x_hat: [rows, columns]; rstd, the means: [rows].
 
     LayerNorm always normalises a row of one number to 0, so its gradient is 0. Compiled, g - g_mean would not
