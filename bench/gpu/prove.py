@@ -111,9 +111,9 @@ def probe(run: Run, seconds: float) -> list[str]:
     return script(run, "probe.py", "probe.jsonl", seconds) + (["--smoke"] if run.tiny else [])
 
 
-def selfcheck(run: Run, seconds: float) -> list[str]:
+def selfcheck(*options: str) -> Callable[[Run, float], list[str]]:
     """What the first use of each kernel would check, so that nothing is checked while something is timed."""
-    return script(run, "gpu/selfcheck.py", "checks.jsonl", seconds)
+    return lambda run, seconds: [*script(run, "gpu/selfcheck.py", "checks.jsonl", seconds), *options]
 
 
 def check(name: str, *options: str) -> Callable[[Run, float], list[str]]:
@@ -207,7 +207,7 @@ PARTS = {
         Step("probe", 40, 10, probe),
         # on all cores: it compiles what the self-checks would compile one after the other
         Step("correctness", 120, 30, check("correctness")),
-        Step("selfcheck", 45, 10, selfcheck),
+        Step("selfcheck", 45, 10, selfcheck()),
         Step("encoder", 115, 40, encoder("fastbert", "accelerated", "transformers", "torch_encoder")),
         Step("training", 140, 40, training("fastbert", "transformers")),
         Step("breakdown", 35, 10, breakdown),
@@ -218,7 +218,7 @@ PARTS = {
         Step("stream", 30, 10, check("stream")),
         Step("memory", 45, 10, check("memory")),
         Step("tuning", 150, 30, tuning),
-        Step("selfcheck-tuned", 45, 10, selfcheck),
+        Step("selfcheck-tuned", 45, 10, selfcheck()),
         Step("kernels", 90, 20, kernels),
         Step("encoder-tuned", 110, 40, encoder("fastbert", "transformers_sdpa")),
     ),
@@ -230,18 +230,18 @@ PARTS = {
     ),
     # numbers before proofs: what is cut off at the end can be repeated elsewhere
     "d": (
-        Step("build-90a", 50, 20, build),
+        Step("build-90a", 95, 20, build),
         Step("probe-bf16", 20, 8, probe),
-        Step("selfcheck-d", 70, 10, selfcheck),
+        Step("selfcheck-d", 70, 10, selfcheck("--dtype", "bf16")),
         Step("encoder-peers", 70, 30, encoder("fastbert", *PEERS)),
-        Step("encoder-short", 40, 15, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
+        Step("encoder-short", 30, 15, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
         *queue(),
         Step("graphs-cuda", 12, 8, check("graphs", "--backend", "cuda")),
         Step("determinism-cuda", 12, 8, check("determinism", "--backend", "cuda")),
         Step("stream-cuda", 8, 6, check("stream", "--backend", "cuda")),
-        Step("breakdown-d", 45, 10, breakdown),
-        Step("correctness-fp16", 45, 20, check("correctness", "--dtype", "fp16")),
-        Step("sanitizer-hopper", 35, 15, check("sanitizer-hopper")),
+        Step("breakdown-d", 40, 10, breakdown),
+        Step("correctness-fp16", 25, 20, check("correctness", "--dtype", "fp16")),
+        Step("sanitizer-hopper", 25, 15, check("sanitizer-hopper")),
     ),
 }
 STEPS = tuple(step for part in PARTS.values() for step in part)
