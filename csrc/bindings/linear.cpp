@@ -222,8 +222,8 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
 
 bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
                          std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
-                         int activation, bool exact, Address c, Address pre, int blocks, bool pairs, int gate,
-                         int device, std::uintptr_t stream) {
+                         int activation, bool exact, Address c, Address pre, int blocks, int gate, int device,
+                         std::uintptr_t stream) {
     const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
     LinearProduct args = {};
     args.dtype = dtype_of(dtype);
@@ -239,7 +239,7 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
     check_rows("b", args.b, b_columns, depth, b_stride);
     check_given("c", args.c, rows);
     bool refused = false;
-    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused, pairs); });
+    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
     return !refused;
 }
 

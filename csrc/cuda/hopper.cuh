@@ -57,36 +57,6 @@ __device__ __forceinline__ void wait_phase(std::uint64_t* barrier, int parity) {
     } while (over == 0);
 }
 
-// --- clusters: blocks that run at once, and access each other's shared memory ---
-
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// `arrive` at the barrier in the same place of block `rank` of the cluster.
-__device__ __forceinline__ void arrive_in_block(std::uint64_t* barrier, int rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}"
-        :
-        : "r"(shared_address(barrier)), "r"(rank)
-        : "memory");
-}
-// All threads of the cluster that have not returned. `kRelaxed`: of what came before, only initialised
-// barriers after their fence are sure to be seen.
-template <bool kRelaxed>
-__device__ __forceinline__ void sync_cluster() {
-    if (kRelaxed)
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // --- arriving at a barrier of some threads (sync_threads_at) without waiting ---
 
 __device__ __forceinline__ void arrive_at(int number, int threads) {
@@ -119,19 +89,6 @@ __device__ __forceinline__ void load_tile(void* shared, const CUtensorMap& map, 
         "[%2];"
         :
         : "r"(shared_address(shared)), "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row)
-        : "memory");
-}
-// The same for every block of the cluster with a bit in `blocks`: each one's place in shared memory and
-// barrier.
-__device__ __forceinline__ void load_tile_in_blocks(void* shared, const CUtensorMap& map,
-                                                    std::uint64_t* barrier, int row, int column,
-                                                    std::uint16_t blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;"
-        :
-        : "r"(shared_address(shared)), "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row),
-          "h"(blocks)
         : "memory");
 }
 // A group of its own: see wait_stores.

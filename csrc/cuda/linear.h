@@ -80,10 +80,9 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
 // By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU
 // that is not exact, GELU-tanh, or with a gate also SiLU, without a residual. columns are a multiple of 8, c
 // and pre lie on 16 bytes and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the
-// driver refuses a tensor map, nothing runs and `refused` is true. `pairs`: two blocks share what they read
-// of b.
+// driver refuses a tensor map, nothing runs and `refused` is true.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
-                                       std::uintptr_t stream, bool& refused, bool pairs = false);
+                                       std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);
 // out (columns,) of `dtype`: the sum of `parts` rows, in order.
 const char* cuda_linear_add_sums(DType dtype, const float* sums, std::int64_t parts, std::int64_t columns,

@@ -28,17 +28,12 @@ struct Silu {
     }
 };
 
-template <class T, class Function, bool kGated>
-auto kernel_of(bool pairs) {
-    return pairs ? hopper_pair_kernel<T, Function, kGated> : hopper_kernel<T, Function, kGated>;
-}
-
 template <class T>
-auto kernel_of(Activation activation, bool gated, bool pairs) {
+auto kernel_of(Activation activation, bool gated) {
     if (activation == Activation::kGelu)
-        return gated ? kernel_of<T, CheapGelu, true>(pairs) : kernel_of<T, CheapGelu, false>(pairs);
-    if (activation == Activation::kSilu) return kernel_of<T, Silu, true>(pairs);
-    return gated ? kernel_of<T, GeluTanh, true>(pairs) : kernel_of<T, GeluTanh, false>(pairs);
+        return gated ? hopper_kernel<T, CheapGelu, true> : hopper_kernel<T, CheapGelu, false>;
+    if (activation == Activation::kSilu) return hopper_kernel<T, Silu, true>;
+    return gated ? hopper_kernel<T, GeluTanh, true> : hopper_kernel<T, GeluTanh, false>;
 }
 
 // Whether the kernels have this activation.
@@ -48,14 +43,12 @@ bool has_hopper(Activation activation, bool exact, Gate gate) {
 }
 
 template <class T>
-const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream, bool& refused,
-                           bool pairs) {
+const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream, bool& refused) {
     using Tile = HopperTile;
-    // of a cluster
-    const std::int64_t size = pairs ? 2 : 1, rows = size * Tile::kRows;
     const bool gated = args.gate != Gate::kNone, second = args.gate == Gate::kSecond;
     const std::int64_t columns = gated ? Tile::kGatedColumns : Tile::kColumns, halves = gated ? 2 : 1;
-    const std::int64_t tiles = ((args.rows + rows - 1) / rows) * ((args.columns + columns - 1) / columns);
+    const std::int64_t tiles =
+        ((args.rows + Tile::kRows - 1) / Tile::kRows) * ((args.columns + columns - 1) / columns);
     if (tiles > 0x3fffffff) return "rows * columns: more than 2**30 - 1 tiles";
     HopperMaps maps = {};
     // pre, or one half of it
@@ -67,7 +60,7 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
     const bool made =
         make_map(maps.a, args.dtype, args.a, args.rows, args.depth, args.a_stride, Tile::kRows) &&
         make_map(maps.b, args.dtype, args.b, halves * args.columns, args.depth, args.b_stride,
-                 pairs ? Tile::kColumns / 2 : static_cast<int>(columns)) &&
+                 static_cast<int>(columns)) &&
         make_map(maps.c, args.dtype, args.c, args.rows, args.columns, args.columns, Tile::kPartRows) &&
         (args.pre == nullptr || (make_pre(maps.pre, second) && (!gated || make_pre(maps.other, !second))));
     refused = !made;
@@ -77,10 +70,9 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
                               static_cast<int>(args.depth), args.bias,
                               args.pre != nullptr,          second ? across : 0,
                               second ? 0 : across};
-    const auto clusters = static_cast<unsigned>(tiles < blocks / size ? tiles : blocks / size);
-    const auto grid = clusters * static_cast<unsigned>(size);
-    return launch_shared(kernel_of<T>(args.activation, gated, pairs), dim3(grid), dim3(Tile::kThreads),
-                         Tile::kBytes, stream, maps, own);
+    const auto grid = static_cast<unsigned>(tiles < blocks ? tiles : blocks);
+    return launch_shared(kernel_of<T>(args.activation, gated), dim3(grid), dim3(Tile::kThreads), Tile::kBytes,
+                         stream, maps, own);
 }
 
 }  // namespace
@@ -99,7 +91,7 @@ bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int6
 }
 
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
-                                       std::uintptr_t stream, bool& refused, bool pairs) {
+                                       std::uintptr_t stream, bool& refused) {
     refused = false;
     constexpr std::int64_t kMost = 0x7fffffff - 256;
     const std::int64_t b_columns = args.gate == Gate::kNone ? args.columns : 2 * args.columns;
@@ -115,13 +107,13 @@ const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, in
         !cuda::aligned(args.pre) || args.a_stride % 8 != 0 || args.b_stride % 8 != 0)
         return "a, b, c, pre: starts and rows on 16 bytes";
     if (reinterpret_cast<std::uintptr_t>(args.bias) % 4 != 0) return "bias: on 4 bytes";
-    if (blocks < (pairs ? 2 : 1)) return "blocks: at least 1, in pairs 2";
+    if (blocks < 1) return "blocks: at least 1";
     if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
     switch (args.dtype) {
         case DType::kBFloat16:
-            return cuda::hopper_product<bf16>(args, blocks, stream, refused, pairs);
+            return cuda::hopper_product<bf16>(args, blocks, stream, refused);
         case DType::kFloat16:
-            return cuda::hopper_product<fp16>(args, blocks, stream, refused, pairs);
+            return cuda::hopper_product<fp16>(args, blocks, stream, refused);
         default:
             return "dtype: bfloat16 or float16";
     }

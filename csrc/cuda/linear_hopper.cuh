@@ -4,12 +4,10 @@
 // Tiling     A block per multiprocessor owns tiles of 128 x 192 of c, one after another; they go down
 //            kGroupRows row tiles before the next column tile. Two warp groups take them in turns, each with
 //            a whole tile in registers: while one is in its epilogue, the other one keeps the tensor cores
-//            busy. With a gate a tile has 96 columns of y and their 96 of z. Two blocks of a cluster may own
-//            a pair of tiles, one below the other: each copies half of b to both, so b comes once from the
-//            L2.
+//            busy. With a gate a tile has 96 columns of y and their 96 of z.
 // Pipeline   A third group's first warp copies 128 x 64 of a and 192 x 64 of b into a ring of 5 slots, ahead
 //            of both. `full` means that a slot's bytes have come, `empty` that all four warps are done with
-//            it, in a pair those of both blocks.
+//            it.
 // Precision  float accumulators that begin with the bias; one rounding per store.
 // Saved      pre, where backward asks for it; the activation reads it before the rounding.
 // Epilogue   A warp's 16 x 64 of c go through its own 2 KB of shared memory and leave as a tile: neither
@@ -66,18 +64,16 @@ struct RingPlace {
     }
 };
 
-// The first row and column of a tile, of kColumns of c, or of kBlocks tiles below each other, in grouped
-// order
-template <int kColumns, int kBlocks>
+// The first row and column of a tile, of kColumns of c, in grouped order
+template <int kColumns>
 __device__ __forceinline__ void hopper_tile_at(int tile, const HopperArguments& args, int& row, int& column) {
     using Tile = HopperTile;
-    constexpr int kRows = kBlocks * Tile::kRows, kGroupRows = Tile::kGroupRows / kBlocks;
-    const int row_tiles = (args.rows + kRows - 1) / kRows;
+    const int row_tiles = (args.rows + Tile::kRows - 1) / Tile::kRows;
     const int column_tiles = (args.columns + kColumns - 1) / kColumns;
-    const int wide = kGroupRows * column_tiles;
-    const int first = tile / wide * kGroupRows, within = tile % wide;
-    const int height = row_tiles - first < kGroupRows ? row_tiles - first : kGroupRows;
-    row = (first + within % height) * kRows;
+    const int wide = Tile::kGroupRows * column_tiles;
+    const int first = tile / wide * Tile::kGroupRows, within = tile % wide;
+    const int height = row_tiles - first < Tile::kGroupRows ? row_tiles - first : Tile::kGroupRows;
+    row = (first + within % height) * Tile::kRows;
     column = within / height * kColumns;
 }
 
@@ -165,43 +161,12 @@ __device__ __forceinline__ void gated_epilogue(char* part, float (&c)[96], const
     store_part<T, kMiddle>(part, c, maps.c, row, column + 2 * kMiddle);
 }
 
-// One warp copies what the products of a block's tiles read. In a pair the first block copies the first half
-// of b's rows of a slot, and the second block the second half.
-template <bool kGated, int kBlocks>
-__device__ __forceinline__ void load_step(char* slot, std::uint64_t* full, const HopperMaps& maps,
-                                          const HopperArguments& args, int row, int column, int depth) {
-    using Tile = HopperTile;
-    constexpr int kHalf = Tile::kColumns / 2;
-    arrive_expecting(full, Tile::kSlotBytes);
-    load_tile(slot, maps.a, full, row, depth);
-    char* const b = slot + Tile::kRows * Tile::kRowBytes;
-    const int first = kGated ? args.active + column : column;
-    const int second = kGated ? args.other + column : column + kHalf;
-    if (kBlocks == 1) {
-        load_tile(b, maps.b, full, first, depth);
-        if (kGated) load_tile(b + kHalf * Tile::kRowBytes, maps.b, full, second, depth);
-    } else {
-        const int rank = rank_in_cluster();
-        load_tile_in_blocks(b + rank * kHalf * Tile::kRowBytes, maps.b, full, rank == 0 ? first : second,
-                            depth, (1 << kBlocks) - 1);
-    }
-}
-
-// The calling warp is done with a slot, to which every block of the cluster writes.
-template <int kBlocks>
-__device__ __forceinline__ void free_slot(std::uint64_t* empty, int lane) {
-    if (kBlocks > 1) {
-        if (lane < kBlocks) arrive_in_block(empty, lane);
-    } else if (lane == 0) {
-        arrive(empty);
-    }
-}
-
-template <class T, class Function, bool kGated, int kBlocks>
-__device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const HopperArguments& args) {
+template <class T, class Function, bool kGated>
+__global__ void __launch_bounds__(HopperTile::kThreads, 1)
+    hopper_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = HopperTile;
-    constexpr int kColumns = kGated ? Tile::kGatedColumns : Tile::kColumns, kRows = kBlocks * Tile::kRows;
+    constexpr int kColumns = kGated ? Tile::kGatedColumns : Tile::kColumns;
     // The host sees by this variable whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t full[Tile::kSlots], empty[Tile::kSlots];
     char* const start = dynamic_shared();
@@ -215,19 +180,14 @@ __device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const Hoppe
         if (kGated && args.save) prefetch_map(maps.other);
         for (int i = 0; i < Tile::kSlots; ++i) {
             init_barrier(&full[i], 1);
-            init_barrier(&empty[i], kBlocks * Tile::kWarps);
+            init_barrier(&empty[i], Tile::kWarps);
         }
         fence_barriers();
     }
-    if (kBlocks > 1)
-        sync_cluster<true>();
-    else
-        __syncthreads();
+    __syncthreads();
     const int steps = (args.depth + Tile::kDepth - 1) / Tile::kDepth;
-    const int tiles = (args.rows + kRows - 1) / kRows * ((args.columns + kColumns - 1) / kColumns);
-    const int first_tile = static_cast<int>(blockIdx.x) / kBlocks;
-    const int stride = static_cast<int>(gridDim.x) / kBlocks;
-    const int own_row = kBlocks > 1 ? rank_in_cluster() * Tile::kRows : 0;
+    const int tiles =
+        (args.rows + Tile::kRows - 1) / Tile::kRows * ((args.columns + kColumns - 1) / kColumns);
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
     RingPlace place;
@@ -235,14 +195,21 @@ __device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const Hoppe
     if (group == Tile::kConsumers) {
         give_back_registers<24>();
         if (warp != 0) return;
-        for (int tile = first_tile; tile < tiles; tile += stride) {
+        for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
             int row, column;
-            hopper_tile_at<kColumns, kBlocks>(tile, args, row, column);
+            hopper_tile_at<kColumns>(tile, args, row, column);
             for (int depth = 0; depth < args.depth; depth += Tile::kDepth, place.next()) {
+                char* const slot = ring + place.slot * Tile::kSlotBytes;
                 wait_phase(&empty[place.slot], place.parity ^ 1);
-                if (lane == 0)
-                    load_step<kGated, kBlocks>(ring + place.slot * Tile::kSlotBytes, &full[place.slot], maps,
-                                               args, row + own_row, column, depth);
+                if (lane == 0) {
+                    arrive_expecting(&full[place.slot], Tile::kSlotBytes);
+                    load_tile(slot, maps.a, &full[place.slot], row, depth);
+                    char* const b = slot + Tile::kRows * Tile::kRowBytes;
+                    load_tile(b, maps.b, &full[place.slot], kGated ? args.active + column : column, depth);
+                    if (kGated)
+                        load_tile(b + kColumns * Tile::kRowBytes, maps.b, &full[place.slot],
+                                  args.other + column, depth);
+                }
                 __syncwarp();
             }
         }
@@ -256,10 +223,10 @@ __device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const Hoppe
     constexpr int kTurn = 1;
     place.advance(group * steps);
     for (int turn = group;; turn += Tile::kConsumers) {
-        const int tile = first_tile + turn * stride;
+        const int tile = static_cast<int>(blockIdx.x) + turn * static_cast<int>(gridDim.x);
         if (tile >= tiles) break;
         int row, column;
-        hopper_tile_at<kColumns, kBlocks>(tile, args, row, column);
+        hopper_tile_at<kColumns>(tile, args, row, column);
         float c[Tile::kHalves][96];
         if (turn > 0) sync_threads_at(kTurn + group, 2 * kGroupThreads);
         int previous = 0;
@@ -277,17 +244,17 @@ __device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const Hoppe
                                      step + k > 0);
             commit_products();
             wait_products<1>();
-            if (step > 0) free_slot<kBlocks>(&empty[previous], lane);
+            if (step > 0 && lane == 0) arrive(&empty[previous]);
             previous = place.slot;
         }
-        if (tile + stride < tiles) arrive_at(kTurn + (group ^ 1), 2 * kGroupThreads);
+        if (tile + static_cast<int>(gridDim.x) < tiles) arrive_at(kTurn + (group ^ 1), 2 * kGroupThreads);
         wait_products<0>();
-        free_slot<kBlocks>(&empty[previous], lane);
+        if (lane == 0) arrive(&empty[previous]);
         // The other group's tile
         place.advance(steps);
 #pragma unroll
         for (int half = 0; half < Tile::kHalves; ++half) {
-            const int own = row + own_row + half * 64 + warp * Tile::kPartRows;
+            const int own = row + half * 64 + warp * Tile::kPartRows;
             if (kGated)
                 gated_epilogue<T, Function>(part, c[half], maps, args, own, column);
             else
@@ -295,32 +262,8 @@ __device__ __forceinline__ void hopper_tiles(const HopperMaps& maps, const Hoppe
         }
     }
     if (lane == 0) wait_stores();
-    if (kBlocks > 1) {
-        // The other block's warps may still have to free slots here.
-        __syncwarp();
-        sync_cluster<false>();
-    }
 #endif
 }
-
-template <class T, class Function, bool kGated>
-__global__ void __launch_bounds__(HopperTile::kThreads, 1)
-    hopper_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
-    hopper_tiles<T, Function, kGated, 1>(maps, args);
-}
-
-// Architectures without clusters refuse the attribute of this kernel, which is empty there.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define FASTBERT_PAIR
-#else
-#define FASTBERT_PAIR __cluster_dims__(2)
-#endif
-template <class T, class Function, bool kGated>
-__global__ void FASTBERT_PAIR __launch_bounds__(HopperTile::kThreads, 1)
-    hopper_pair_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
-    hopper_tiles<T, Function, kGated, 2>(maps, args);
-}
-#undef FASTBERT_PAIR
 
 }  // namespace cuda
 }  // namespace fastbert

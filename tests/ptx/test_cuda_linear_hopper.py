@@ -227,7 +227,7 @@ def arguments(a, **changes):
     own = {
         **{"dtype": 1, "rows": n, "columns": n, "depth": 16, "a": at, "a_stride": 16, "b": at},
         **{"b_stride": 16, "bias": 0, "activation": CODES["gelu"], "exact": False, "c": at, "pre": 0},
-        **{"blocks": 1, "pairs": False, "gate": 0, "device": 0, "stream": 0},
+        **{"blocks": 1, "gate": 0, "device": 0, "stream": 0},
     }
     assert own.keys() >= changes.keys()
     return (own | changes).values()

@@ -135,13 +135,11 @@ def hopper_product(
     save: bool,
     blocks: int | None = None,
     gated: str | None = None,
-    pairs: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(act(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
 
     At most `blocks` blocks take tiles, by default one per multiprocessor. Where the driver refuses a tensor
-    map, `product` makes the product. In `pairs` two blocks share what they read of the weight: no dispatch
-    asks for that, because no GPU has measured it.
+    map, `product` makes the product.
     """
     rows, b_columns = x.shape[0], weight.shape[0]
     columns = b_columns if gated is None else b_columns // 2
@@ -153,7 +151,7 @@ def hopper_product(
             *(address(x), _row_stride(x), address(weight), _row_stride(weight)),
             *(0 if bias is None else address(bias), CODES[activation], False),
             *(c.data_ptr(), pre.data_ptr() if save else 0),
-            *(device.multiprocessors(x.device) if blocks is None else blocks, pairs, GATE_CODES[gated]),
+            *(device.multiprocessors(x.device) if blocks is None else blocks, GATE_CODES[gated]),
             *device.place(x.device),
         )
     if not served:
