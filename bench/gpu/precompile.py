@@ -1,11 +1,12 @@
-"""Compile the kernels of `make gpu`'s timed steps on all cores, while the extension is built.
+"""Compile the kernels of `make gpu`'s self-checks and timed steps on all cores, while the extension is built.
 
     python bench/gpu/precompile.py [--build] [--budget 70]
     python bench/gpu/precompile.py --device cpu      the same, tiny, in Triton's interpreter: compiles nothing
 
-Each unit is a forward or a training step of a model of one layer, in its own forked process, by Triton's
-kernels and on the batches that are timed later. So Triton's disk cache has the kernels under the keys of
-later processes. A unit that fails is printed; later steps record the reason.
+Each unit is a forward or a training step of a model of one layer, by Triton's kernels and on the batches that
+are timed later, or an op's self-check, whose verdict is not kept. It has its own forked process. So Triton's
+disk cache has the kernels under the keys of later processes. A unit that fails is printed; later steps record
+the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.lib import training, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
-from fastbert.testing import proving  # noqa: E402
+from fastbert.testing import error_rule, proving, speed  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,27 @@ class Unit:
         return f"{self.model} {self.workload} {'training' if self.training else 'forward'}"
 
 
-def units(tiny: bool) -> list[Unit]:
+@dataclasses.dataclass(frozen=True)
+class SelfCheck:
+    """The self-check of an op's Triton kernels in bfloat16."""
+
+    op: str
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        return f"self-check of {self.op}"
+
+
+def units(tiny: bool) -> list[Unit | SelfCheck]:
     """The batches of gpu/encoder.py and gpu/training.py on a GPU; training first, which takes longest."""
     if tiny:
-        return [Unit("tiny", "1x128", True), Unit("tiny", "1x128")]
+        return [Unit("tiny", "1x128", True), Unit("tiny", "1x128"), SelfCheck("pooling")]
+    able = dispatch.backend_module("triton").DTYPES
+    checks = [SelfCheck(op) for op in able if torch.bfloat16 in able[op]]
     trained = [Unit("base", "full", True), Unit("large", "train", True)]
     batches = [batch for name in ("full", "squad", "latency") for batch in workloads.expand(name)]
-    return trained + [Unit(model, batch) for model in ("base", "large") for batch in batches]
+    return trained + checks + [Unit(model, batch) for model in ("base", "large") for batch in batches]
 
 
 def unproven(device: torch.device) -> contextlib.AbstractContextManager:
@@ -65,10 +80,18 @@ def unproven(device: torch.device) -> contextlib.AbstractContextManager:
     return dispatch.use_backend(**dict.fromkeys(able, "triton"))
 
 
-def compiled(unit: Unit, device: torch.device) -> None:
+def compiled(unit: Unit | SelfCheck, device: torch.device) -> None:
     """Run the unit once."""
     import fastbert
 
+    if isinstance(unit, SelfCheck):
+        facts = unit.op, "triton", device, torch.bfloat16
+        with dispatch.trial():
+            if reason := error_rule.self_check(*facts):
+                raise ValueError(reason)
+            if device.type == "cuda":
+                speed.compare(*facts)
+        return
     tiny = device.type == "cpu"
     model = dataclasses.replace(workloads.MODELS[unit.model], layers=1)
     lengths = (3, 4) if tiny else workloads.lengths(unit.workload)
@@ -87,7 +110,7 @@ def compiled(unit: Unit, device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def work(unit: Unit, device: torch.device) -> None:
+def work(unit: Unit | SelfCheck, device: torch.device) -> None:
     """The process of a unit; its exit status is 1 if it fails."""
     begin = time.monotonic()
     try:
@@ -98,7 +121,7 @@ def work(unit: Unit, device: torch.device) -> None:
     print(f"{unit.name}: {time.monotonic() - begin:.1f} s", flush=True)
 
 
-def run(wanted: list[Unit], device: torch.device, at_once: int, seconds: float) -> int:
+def run(wanted: list[Unit | SelfCheck], device: torch.device, at_once: int, seconds: float) -> int:
     """Compile all units, some side by side; how many failed or did not end in time."""
     context, end = multiprocessing.get_context("fork"), time.monotonic() + seconds
     waiting, running, bad = list(wanted), {}, 0
