@@ -142,7 +142,6 @@ def add_distill(commands: Any) -> None:
     add(
         "--task",
         metavar="TASK",
-        default="csv",
         help="of a directory of labelled examples: csv, a task of GLUE, ner, squad or squad2 (default csv)",
     )
     add("--output", required=True, metavar="DIR", help="the student, results.json and the run")

@@ -66,6 +66,10 @@ REFUSED = {
         "data: .*expected a directory, or a file that ends in",
     ),
     "another task": ({"task": "swag"}, "task: expected one with labels of texts, tokens or spans, got swag"),
+    "a task of text": (
+        {"recipe": "minilm", "teacher": "base", "data": "text.txt", "task": "ner"},
+        "task: expected None, as the recipe reads no labelled examples, got 'ner'",
+    ),
     "a folder": ({"recipe": "minilm", "teacher": "base"}, "data: .*: expected a corpus of fastbert prepare"),
     "text for a bilstm": (
         {"recipe": "minilm", "teacher": "base", "student": "bilstm", "data": "text.txt"},

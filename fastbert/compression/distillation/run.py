@@ -89,7 +89,7 @@ def distill(
     recipe: str | Recipe | None = None,
     *,
     student_family: str | None = None,
-    task: str | Task = "csv",
+    task: str | Task | None = None,
     lr: float | Sequence[float] | None = None,
     epochs: float | Sequence[float] | None = None,
     weights: Mapping[str, float] | None = None,
@@ -119,7 +119,7 @@ def distill(
         student_family: of a student of the teacher's layers: "distilbert" or "bert"; see
             `distillation.families`. None: the teacher's.
         task: of a directory of labelled examples, see `fastbert.finetuning.tasks`: labels of texts, tokens
-            ("ner") or spans ("squad", "squad2").
+            ("ner") or spans ("squad", "squad2"). None: "csv", where the recipe reads labelled examples.
         lr, epochs: one number, or one per phase of the recipe; None: the recipe's.
         weights: loss -> its weight in all phases, in place of the recipe's; 0 leaves it out.
         layer_map: the teacher's layer, from 1, for each layer of the student that is compared; None: in equal

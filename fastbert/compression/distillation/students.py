@@ -70,15 +70,17 @@ class Student:
     place: Path | None = None
 
 
-def task_of(recipe: Recipe, given: str | Task) -> Task | None:
+def task_of(recipe: Recipe, given: str | Task | None) -> Task | None:
     """The task of an argument of `distill`; None for a recipe that reads no labelled examples.
 
     Raises:
         ValueError: naming `task`.
     """
     if recipe.data != TASK:
+        if given is not None:
+            raise ValueError(f"task: expected None, as the recipe reads no labelled examples, got {given!r}")
         return None
-    task = given if isinstance(given, Task) else tasks.task_of(given)
+    task = given if isinstance(given, Task) else tasks.task_of("csv" if given is None else given)
     if not isinstance(task, (SequenceTask, Ner, Squad)) or isinstance(task, NerFeatures):
         raise ValueError(f"task: expected one with labels of texts, tokens or spans, got {task.name}")
     return task
