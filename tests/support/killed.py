@@ -17,6 +17,8 @@ def killed(call: Callable[[], object], place: Path, at: int) -> bool:
     pid = os.fork()
     if not pid:
         torch.set_num_threads(1)
+        # The tokenizer's threads do not survive a fork
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         Operations(place.parent, lambda name: os.kill(os.getpid(), signal.SIGKILL), at)
         try:
             call()

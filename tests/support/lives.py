@@ -60,6 +60,7 @@ def begun(run: Path, make: Callable[[Path], loop.Trainer], before: Callable[[], 
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a shell ignores some for what runs in the background
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         torch.set_num_threads(1)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
         work.roof = lambda device, dtype: 1e12  # it is measured for a tenth of a second
         if before is not None:
             before()
