@@ -75,6 +75,8 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "the layer is in training mode, or drops"
     if unknown := form.kinds - KINDS:
         return f"it does not know layers with {', '.join(sorted(unknown))}"
+    if call.kept and form.kv_heads is not None:
+        return "tokens leave between the layers, and heads share keys"
     if call.first_only and step.number == call.last:
         return "only the first token of each sequence is wanted"
     if not parts.fuses_norm or parts.feed is not None:

@@ -70,7 +70,7 @@ def test_what_a_gpu_needs(monkeypatch):
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
     assert found["packing"] == set(triton.DTYPES["packing"])
     assert found["linear_fp8"] == {torch.bfloat16}
-    assert "attention_received" not in found
+    assert found["attention_received"] == set(FLOATS)
     (only,) = proving.to_check(torch.device("cuda", 0), ["embedding"], [torch.float16])
     assert only == ("embedding", "triton", torch.float16)
     for module, why in ((triton, "Triton is not installed"), (cuda, "was built without CUDA")):
@@ -78,7 +78,7 @@ def test_what_a_gpu_needs(monkeypatch):
     text = "triton: Triton is not installed; cuda: was built without CUDA"
     assert cli_warmup.why_none(torch.device("cuda", 0), dispatch.OPS) == text
     none = "these ops have no GPU kernel in the table"
-    assert cli_warmup.why_none(torch.device("cuda", 0), ["attention_received"]) == none
+    assert cli_warmup.why_none(torch.device("cuda", 0), ["linear_distillation"]) == none
 
 
 def test_mistakes_in_the_call(capsys):
