@@ -22,6 +22,10 @@ SEED = torch.tensor([-0x123456789ABCDEF])
 WIDTHS = (8, 256, 264, 520, 768, 1000, 1032, 2048, 2056, 4096, 4104, 8200)
 
 
+# The backend hands NoNorm on
+OWN = [case for case in CASES if case.norm != "no_norm"]
+
+
 def broken_rules(case, dtype):
     rows = testing.run_case(case, "cuda", dtype)
     assert len(rows) >= 3
@@ -30,7 +34,7 @@ def broken_rules(case, dtype):
 
 @pytest.mark.parametrize("how", ("late", "early", "contracted"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", OWN, ids=repr)
 def test_error_rule(emulated, case, dtype, how):
     """Contracted: with multiply-adds, as ptxas may make them; with one column dx is 0, and rstd is large."""
     emulated.contract = how == "contracted"
