@@ -79,13 +79,18 @@ def round_to_odd(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return np.where((low != 0) & even & np.isfinite(high), np.nextafter(high, toward), high)
 
 
-def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32, rounded once: a product of two floats is exact in float64."""
+def fused_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c by `round_to_odd`: a product of two floats is exact in float64."""
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + c
     part = total - product
     rest = (product - (total - part)) + (c - part)
-    return round_to_odd(total, np.where(np.isfinite(rest), rest, 0.0)).astype(np.float32)
+    return round_to_odd(total, np.where(np.isfinite(rest), rest, 0.0))
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32, rounded once."""
+    return fused_to_odd(a, b, c).astype(np.float32)
 
 
 def nearest_bf16(x: np.ndarray) -> np.ndarray:
@@ -94,6 +99,22 @@ def nearest_bf16(x: np.ndarray) -> np.ndarray:
     upper, lower = pattern >> np.uint64(16), pattern & np.uint64(0xFFFF)
     up = (lower > 0x8000) | ((lower == 0x8000) & ((upper & np.uint64(1)) == 1))
     return to_floats(np.where(np.isnan(x), np.uint64(0x7FFF), upper + up), "bf16")
+
+
+def fused_halves(a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str) -> np.ndarray:
+    """a * b + c of f16 or bf16, rounded once; every NaN becomes 0x7FFF."""
+    found = fused_to_odd(a, b, c)
+    if kind == "f16":
+        return np.where(np.isnan(found), np.uint16(0x7FFF).view(np.float16), found.astype(np.float16))
+    near = found.astype(np.float32)
+    tie = ((near.view(np.uint32) & np.uint32(0xFFFF)) == 0x8000) & (near != found) & np.isfinite(near)
+    toward = np.where(found > near, np.float32(np.inf), np.float32(-np.inf))
+    return nearest_bf16(np.where(tie, np.nextafter(near, toward), near))
+
+
+def product_of_halves(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
+    """a * b of f16 or bf16, rounded once: with a zero of its sign added."""
+    return fused_halves(a, b, np.copysign(np.zeros_like(a), a * b), kind)
 
 
 # error of .approx forms: (relative, absolute), from the ISA's tables; None is exact
@@ -321,12 +342,15 @@ for _f, _m in itertools.product(("", ".ftz"), ("approx", "full")):
 _NAN16, _NANB16 = np.uint16(0x7FFF).view(np.float16), to_floats(np.array([0x7FFF], np.uint64), "bf16")[0]
 
 
-# Arithmetic is of f32: what kernels do to halves themselves are signs and extremes.
+# Arithmetic is of f32: what kernels do to halves themselves are signs and extremes. But where a product of
+# halves is rounded to their type, compilers multiply halves.
 for _k, _canonical in (("f16", _NAN16), ("bf16", _NANB16)):
     _pairs = [("abs", 1, np.abs), ("neg", 1, np.negative)]
     for _op, _nan in itertools.product(("min", "max"), ("", ".NaN")):
         _call = partial(_float_min, lowest=_op == "min", nan=bool(_nan), canonical=_canonical)
         _pairs.append((f"{_op}{_nan}", 2, _call))
+    _form(f"mul.{_k}", _k, f"{_k} {_k}", partial(product_of_halves, kind=_k))
+    _form(f"fma.rn.{_k}", _k, f"{_k} {_k} {_k}", partial(fused_halves, kind=_k))
     for _op, _count, _call in _pairs:
         _form(f"{_op}.{_k}", _k, " ".join([_k] * _count), _call)
 

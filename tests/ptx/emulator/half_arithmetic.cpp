@@ -1,4 +1,4 @@
-// Signs and extremes of f16 and bf16, alone and in pairs. Kernels compute in f32.
+// Signs and extremes of f16 and bf16, alone and in pairs, and the product that compilers make of a rounded f32 one.
 #include "halves.h"
 
 namespace ptx {
@@ -26,6 +26,18 @@ template <class H, bool nan> struct Max {
 };
 template <class H> struct Neg { H operator()(H a) const { return {uint16_t(a.bits ^ 0x8000)}; } };
 template <class H> struct Abs { H operator()(H a) const { return {uint16_t(a.bits & 0x7FFF)}; } };
+// a b is exact in double. Where the sum is not, its last bit is made odd, so that it is rounded as if once.
+template <class H> struct Fused {
+    H operator()(H a, H b, H c) const {
+        const double product = double(to_float(a)) * to_float(b), addend = to_float(c), sum = product + addend;
+        const double part = sum - product, rest = (product - (sum - part)) + (addend - part);
+        const bool even = !(bit_cast<uint64_t>(sum) & 1), inexact = std::isfinite(sum) && rest != 0;
+        return from_double<H>(inexact && even ? std::nextafter(sum, rest > 0 ? INFINITY : -INFINITY) : sum);
+    }
+};
+template <class H> struct Product {
+    H operator()(H a, H b) const { return from_double<H>(double(to_float(a)) * to_float(b)); }
+};
 template <class F, class H> struct Paired {
     using P = Pair<H>;
     P operator()(P a) const { return {F{}(a.low), F{}(a.high)}; }
@@ -46,6 +58,8 @@ REGISTERS void arithmetic(const std::string& type) {
     alone_and_paired<Max<H, true>, H, H, H>("max.NaN", type);
     alone_and_paired<Neg<H>, H, H>("neg", type);
     alone_and_paired<Abs<H>, H, H>("abs", type);
+    value_form<Fused<H>, H, H, H, H>("fma.rn" + type);
+    value_form<Product<H>, H, H, H>("mul" + type);
 }
 
 }  // namespace
