@@ -75,7 +75,7 @@ FREE = {
     ("cpu_encoder_layer_fwd", (12,)),  # the bytes of no memory
     # a side of a window without a limit
     *((f"cpu_attention_{way}", (0, side)) for way in ("fwd", "bwd") for side in (18, 19)),
-    *(("cpu_encoder_layer_fwd", (2, 0, side)) for side in (8, 9)),
+    *(("cpu_encoder_layer_fwd", (2, 0, side)) for side in (11, 12)),
     # those of a window and of a bias that are not read
     *(("cpu_attention_received", (0, at)) for at in (18, 19, 21, 22, 23)),
     ("set_always_alone", (1,)),
