@@ -91,8 +91,9 @@ gpu: $(if $(strip $(VENV)),$(READY))
 	$(PY) bench/gpu/prove.py --out $(OUT) --part $(PART) $(ARGS)
 
 # torch first and pinned: a CPU machine gets one known build, and nothing below asks for another. Bytecode is made when it is
-# first imported, because making all of it takes a minute and a half.
-PIP := $(PY) -m pip install -q --no-compile
+# first imported, because making all of it takes a minute and a half. PEP 517 also for a package with setup.py alone (seqeval):
+# without it, setuptools 84 fetches what the build needs, and not what that needs in turn.
+PIP := $(PY) -m pip install -q --no-compile --use-pep517
 
 $(VENV)/built: $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
