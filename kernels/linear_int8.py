@@ -15,7 +15,7 @@ Source     Jacob et al. 2017, Quantization and Training of Neural Networks, sec.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,9 @@ from fastbert.kernels import tuning
 from fastbert.kernels.activation import activate
 from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
 from fastbert.kernels.linear_forward import _tile_at
+
+if TYPE_CHECKING:
+    from fastbert.ops.linear_int8 import LinearInt8Inputs
 
 # The most columns that a program keeps in registers while it rounds rows
 ONE_BLOCK = 4096
@@ -239,20 +242,11 @@ def quantized_rows(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor, Te
     return v, offset, step
 
 
-def linear_int8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-    smooth: Tensor | None = None,
-) -> Tensor:
+def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
     """The contract of `fastbert.ops.linear_int8.linear_int8_fwd`."""
-    (rows, depth), out = x.shape, weight.shape[0]
-    columns = out if gated is None else out // 2
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    x, weight, scale, bias, activation, panels, gated, smooth = inputs
+    (rows, depth), out, y = x.shape, weight.shape[0], inputs.new_output()
+    columns = y.shape[1]
     if rows == 0:
         return y
     v, offset, step = quantized_rows(x, smooth)

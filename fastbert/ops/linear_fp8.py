@@ -25,6 +25,8 @@ Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; scales per ro
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,18 @@ from fastbert.runtime import dispatch
 FP8 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of E4M3
 SMALLEST_STEP = 2.0**-126
+
+
+class LinearFp8Inputs(NamedTuple):
+    """What forward computes from; `x` is (rows, in)."""
+
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+    gated: str | None = None
+    input_activation: str | None = None
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +99,8 @@ def linear_fp8_fwd(
     checks.operand("weight", weight, (out, depth), (FP8,), x)
     checks.operand("scale", scale, (out,), (torch.float32,), x)
     checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
-    return dispatch.call("linear_fp8_fwd", x, x, weight, scale, bias, activation, gated, input_activation)
+    inputs = LinearFp8Inputs(x, weight, scale, bias, activation, gated, input_activation)
+    return dispatch.call("linear_fp8_fwd", x, inputs)
 
 
 @linear_fp8_fwd.register_fake
@@ -154,9 +169,11 @@ def linear_fp8(
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, gated, input_activation
+    inputs = LinearFp8Inputs(
+        *(checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, gated, input_activation)
+    )
     if torch.compiler.is_compiling():
-        y = linear_fp8_fwd(*args)
+        y = linear_fp8_fwd(*inputs)
     else:
-        y = dispatch.call("linear_fp8_fwd", args[0], *args)
+        y = dispatch.call("linear_fp8_fwd", inputs.x, inputs)
     return y if len(shape) == 2 else y.view(*shape[:-1], columns)

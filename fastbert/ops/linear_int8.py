@@ -33,6 +33,7 @@ Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,23 @@ from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536
 SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step overflows
+
+
+class LinearInt8Inputs(NamedTuple):
+    """What forward computes from; `x` is (rows, in)."""
+
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+    panels: Tensor | None = None
+    gated: str | None = None
+    smooth: Tensor | None = None
+
+    def new_output(self) -> Tensor:
+        """Memory for y."""
+        return self.x.new_empty(self.x.shape[0], self.weight.shape[0] // (1 if self.gated is None else 2))
 
 
 def quantize_rows(x: Tensor, smooth: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,12 +124,13 @@ def linear_int8_fwd(
     if panels is not None:
         checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
     checks.operand("smooth", smooth, (depth,), (torch.float32,), x)
-    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels, gated, smooth)
+    inputs = LinearInt8Inputs(x, weight, scale, bias, activation, panels, gated, smooth)
+    return dispatch.call("linear_int8_fwd", x, inputs)
 
 
 @linear_int8_fwd.register_fake
-def _(x, weight, scale, bias, activation, panels, gated, smooth=None):
-    return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
+def _(*args):
+    return LinearInt8Inputs(*args).new_output()
 
 
 # --- public functions ---------------------------------------------------------------------------------------
@@ -194,11 +213,13 @@ def linear_int8(
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated, smooth)
+    inputs = LinearInt8Inputs(
+        *(checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated, smooth)
+    )
     if torch.compiler.is_compiling():
-        y = linear_int8_fwd(*args)
+        y = linear_int8_fwd(*inputs)
     else:
-        y = dispatch.call("linear_int8_fwd", args[0], *args)
+        y = dispatch.call("linear_int8_fwd", inputs.x, inputs)
     return y if len(shape) == 2 else y.view(*shape[:-1], columns)
 
 

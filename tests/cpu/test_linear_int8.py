@@ -13,7 +13,7 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear_int8 as launcher
 from fastbert.ops.activation import ACTIVATIONS, activate_ref, halves
-from fastbert.ops.linear_int8 import quantize_rows
+from fastbert.ops.linear_int8 import LinearInt8Inputs, quantize_rows
 from fastbert.runtime import loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
@@ -66,6 +66,10 @@ def isa(request, monkeypatch):
         yield from using_isa(request.param)
 
 
+def product(*args, **options):
+    return cpu.linear_int8_fwd(LinearInt8Inputs(*args, **options))
+
+
 def integers(*shape, seed=0):
     """int8 from -127 to 127."""
     g = torch.Generator().manual_seed(seed)
@@ -87,7 +91,7 @@ def exact(x, weight, scale, bias=None, smooth=None):
 
 def assert_exact(x, weight, scale, bias=None, activation=None, packed=None):
     """Bit-equal without an activation that rounds; else as close as float32 allows."""
-    y = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
+    y = product(x, weight, scale, bias, activation, packed)
     assert y.dtype == x.dtype
     pre = exact(x, weight, scale, bias)
     if activation in (None, "relu"):
@@ -124,7 +128,7 @@ def check(rows, depth, columns, dtype, options):
         bias = 0.1 * randn(columns, dtype=dtype if kind == "own" else torch.float32, seed=3)
     y = assert_exact(x, weight, scale, bias, activation)
     packed = cpu.linear_int8_panels(weight)
-    again = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
+    again = product(x, weight, scale, bias, activation, packed)
     assert_same_bits(again, y, "of the packed weight")
     assert_same_bits(memory, before, "an input was written")
 
@@ -233,20 +237,18 @@ def test_smooth_factors(isa, dtype, stride, guarded):
         x, _memory = strided_rows(7, depth, dtype, stride, seed=depth)
         smooth = torch.rand(depth, generator=torch.Generator().manual_seed(depth)).mul_(8).sub_(4).exp2_()
         weight, scale, bias = integers(70, depth), scales(70), randn(70, seed=3)
-        y = cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth)
+        y = product(x, weight, scale, bias, smooth=smooth)
         assert_same_bits(y, exact(x, weight, scale, bias, smooth).to(dtype))
-        assert depth == 1 or not torch.equal(y, cpu.linear_int8_fwd(x, weight, scale, bias, None))
+        assert depth == 1 or not torch.equal(y, product(x, weight, scale, bias, None))
     alone = x.float() * smooth
     if dtype == torch.float32:
-        assert_same_bits(cpu.linear_int8_fwd(alone, weight, scale, bias, None), y)
-    wide = cpu.linear_int8_fwd(
-        x, torch.cat([weight, weight]), scales(140), None, "relu", None, "first", smooth
-    )
+        assert_same_bits(product(alone, weight, scale, bias, None), y)
+    wide = product(x, torch.cat([weight, weight]), scales(140), None, "relu", None, "first", smooth)
     assert wide.shape == (7, 70)
     smooth[3] = math.inf
-    assert cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth).isnan().all()
+    assert product(x, weight, scale, bias, smooth=smooth).isnan().all()
     smooth[3] = math.nan
-    assert cpu.linear_int8_fwd(x, weight, scale, bias, None, None, None, smooth).isnan().all()
+    assert product(x, weight, scale, bias, smooth=smooth).isnan().all()
 
 
 # --- packing ----------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_packed_for_another_instruction_set(depth):
         for name in packed:
             _C.set_cpu_isa(name)
             for other in packed.values():
-                assert torch.equal(cpu.linear_int8_fwd(x, weight, scale, None, None, other), expected)
+                assert torch.equal(product(x, weight, scale, None, None, other), expected)
     finally:
         _C.set_cpu_isa(before)
 
@@ -283,9 +285,9 @@ def test_gates(isa, half, dtype):
     for rows, depth, gated, activation in ((7, 33, "first", "relu"), (250, 40, "second", "silu")):
         x, weight, scale = randn(rows, depth, dtype=dtype), integers(2 * half, depth), scales(2 * half)
         bias = 0.1 * randn(2 * half, dtype=dtype, seed=3)
-        y = cpu.linear_int8_fwd(x, weight, scale, bias, activation, None, gated)
+        y = product(x, weight, scale, bias, activation, None, gated)
         panels = cpu.linear_int8_panels(weight, True)
-        assert_same_bits(cpu.linear_int8_fwd(x, weight, scale, bias, activation, panels, gated), y)
+        assert_same_bits(product(x, weight, scale, bias, activation, panels, gated), y)
         assert panels.numel() != cpu.linear_int8_panels(weight).numel()
         active, other = halves(exact(x, weight, scale, bias).double(), gated)
         truth = activate_ref(active, activation) * other
@@ -342,7 +344,7 @@ def test_a_row_that_is_not_finite_gives_nan_alone(isa, dtype, activation):
     for depth in (5, 16, 100):
         x, weight, scale = randn(20, depth, dtype=dtype), integers(70, depth), scales(70)
         bias = randn(70, seed=2)
-        clean = cpu.linear_int8_fwd(x, weight, scale, bias, activation)
+        clean = product(x, weight, scale, bias, activation)
         bad = {2: math.nan, 3: math.inf, 7: -math.inf, 13: math.nan}
         for row, value in bad.items():
             x[row, (row * 7) % depth] = value
@@ -352,7 +354,7 @@ def test_a_row_that_is_not_finite_gives_nan_alone(isa, dtype, activation):
         if dtype != torch.float16:  # hi - lo overflows float32
             x[16, 0], x[16, 1] = 3e38, -3e38
             rows.append(16)
-        y = cpu.linear_int8_fwd(x, weight, scale, bias, activation)
+        y = product(x, weight, scale, bias, activation)
         assert y[rows].isnan().all()
         good = [i for i in range(20) if i not in rows]
         assert_same_bits(y[good], clean[good])
@@ -360,11 +362,11 @@ def test_a_row_that_is_not_finite_gives_nan_alone(isa, dtype, activation):
 
 def test_a_bad_scale_or_bias_stays_in_its_column(isa):
     x, weight, scale, bias = randn(9, 40), integers(70, 40), scales(70), randn(70, seed=2)
-    clean = cpu.linear_int8_fwd(x, weight, scale, bias, None)
+    clean = product(x, weight, scale, bias, None)
     for vector in (scale, bias):
         kept = vector[66].item()
         vector[66] = math.nan
-        y = cpu.linear_int8_fwd(x, weight, scale, bias, None)
+        y = product(x, weight, scale, bias, None)
         vector[66] = kept
         assert y[:, 66].isnan().all()
         y[:, 66] = clean[:, 66]
@@ -375,7 +377,7 @@ def test_a_bad_scale_or_bias_stays_in_its_column(isa):
 def test_row_strides(isa, stride):
     x = randn(200).as_strided((6, 40), (stride, 1))
     weight, scale = integers(9, 40), scales(9)
-    a, b = (cpu.linear_int8_fwd(t, weight, scale, None, "gelu") for t in (x, x.clone()))
+    a, b = (product(t, weight, scale, None, "gelu") for t in (x, x.clone()))
     assert_same_bits(a, b)
     column = randn(300).as_strided((6, 1), (35, 7))
     assert_exact(column, integers(9, 1), scale)
@@ -385,7 +387,7 @@ def test_row_strides(isa, stride):
 def test_no_rows(isa, dtype, guarded):
     weight = integers(70, 40)
     for packed in (None, cpu.linear_int8_panels(weight)):
-        y = cpu.linear_int8_fwd(torch.empty(0, 40, dtype=dtype), weight, scales(70), None, "gelu", packed)
+        y = product(torch.empty(0, 40, dtype=dtype), weight, scales(70), None, "gelu", packed)
         assert y.shape == (0, 70)
         assert y.dtype == dtype
 
@@ -401,8 +403,8 @@ def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape):
     x, weight, scale = randn(rows, depth, dtype=dtype), integers(columns, depth), scales(columns)
     bias = randn(columns, dtype=dtype, seed=1)
     assert_same_on_any_threads(lambda: [assert_exact(x, weight, scale, bias, "relu")])
-    assert_same_on_any_threads(lambda: [cpu.linear_int8_fwd(x, weight, scale, bias, "gelu")], repeats=25)
-    y = cpu.linear_int8_fwd(x, weight, scale, bias, "gelu")
+    assert_same_on_any_threads(lambda: [product(x, weight, scale, bias, "gelu")], repeats=25)
+    y = product(x, weight, scale, bias, "gelu")
     for begin, end in ((0, 1), (rows // 2, rows // 2 + 2), (1, rows)):
-        part = cpu.linear_int8_fwd(x[begin:end], weight, scale, bias, "gelu")
+        part = product(x[begin:end], weight, scale, bias, "gelu")
         assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")

@@ -14,6 +14,8 @@ from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormSaved
 from fastbert.ops.linear_cross_entropy import LossInputs
 from fastbert.ops.linear_distillation import DistillationInputs
+from fastbert.ops.linear_fp8 import LinearFp8Inputs
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.runtime import dispatch
 
 LAUNCHERS = [
@@ -61,6 +63,8 @@ def schema(name: str) -> list[str]:
         (AttentionInputs, "attention_fwd", ["return_probs", "save_bits", "places", "training"]),
         (EmbeddingInputs, "embedding_fwd", ["save"]),
         (LayerNormInputs, "layer_norm_fwd", ["save"]),
+        (LinearFp8Inputs, "linear_fp8_fwd", []),
+        (LinearInt8Inputs, "linear_int8_fwd", []),
         (LossInputs, "linear_cross_entropy_fwd", []),
         (DistillationInputs, "linear_distillation_fwd", []),
     ],

@@ -34,6 +34,7 @@ from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
 from fastbert.ops.pooling import MODES
 from tests.support.launchers import embedding_bwd, embedding_fwd, layer_norm_bwd, layer_norm_fwd
@@ -255,7 +256,7 @@ def call_linear_int8(kernels, arch: int, dtype, rows: int, size: tuple[int, int]
     device = kernels.tuning.Device("", divmod(arch, 10), 100)
     with mock.patch.object(kernels.tuning, "device_of", return_value=device):
         panels = t(4 * out, dtype=torch.uint8)
-        kernels.linear_int8_fwd(*given, activation, panels, gated, t(depth))
+        kernels.linear_int8_fwd(LinearInt8Inputs(*given, activation, panels, gated, t(depth)))
 
 
 def call_embedding(kernels, dtype, hidden: int, everything: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from fastbert import testing
 from fastbert.backends import triton as backend
 from fastbert.ops.activation import ACTIVATIONS
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.runtime import dispatch
 from fastbert.testing import verdicts
 from fastbert.testing.error_rule import evaluate
@@ -182,7 +183,7 @@ LAUNCHERS = {
     "linear_int8": (
         test_linear_int8.kernels,
         lambda: test_linear_int8.arguments(35, 72, 40),
-        lambda **args: [test_linear_int8.kernels.linear_int8_fwd(**args)],
+        lambda **args: [test_linear_int8.product(**args)],
         ("x",),
     ),
     "linear_norm": (
@@ -320,7 +321,9 @@ GRIDS = {
     ),
     "linear_backward": lambda k, _, rows, x: k._activation_bwd(x, x, "gelu", True, False),
     "linear_fp8": lambda k, _, rows, x: k.rounded_rows(x),
-    "linear_int8": lambda k, v, rows, x: k.linear_int8_fwd(x, x[:16], v, None, None, v.repeat(4)),
+    "linear_int8": lambda k, v, rows, x: k.linear_int8_fwd(
+        LinearInt8Inputs(x, x[:16], v, panels=v.repeat(4))
+    ),
     "packing": lambda k, _, rows, x: (k.packing_fwd(x, rows.long()), k.packing_bwd(x, rows.long(), 2**25)),
     "pooling": lambda k, _, rows, x: (k.pooling_fwd(x, rows, "mean"), k.pooling_bwd(x, x, x, rows, "mean")),
     "rotary": lambda k, v, rows, x: k.rotary_fwd(x.unflatten(1, (4, 4)), x[:, :2], x[:, :2], rows, False),

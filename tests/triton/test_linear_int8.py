@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from fastbert.kernels import tuning
 from fastbert.ops.activation import ACTIVATIONS
-from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, quantize_rows
+from fastbert.ops.linear_int8 import (
+    LinearInt8Inputs,
+    linear_int8,
+    linear_int8_ref,
+    panel_maker,
+    quantize_rows,
+)
 from fastbert.runtime import dispatch
 from tests.support.triton_fixtures import DEVICE, DTYPES, assert_repeats, fuzz_tests, kernels_of
 
@@ -28,6 +34,10 @@ def arguments(rows, depth, out, dtype=torch.bfloat16, seed=0, **options):
         "activation": None,
     }
     return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in (given | options).items()}
+
+
+def product(**args):
+    return kernels.linear_int8_fwd(LinearInt8Inputs(**args))
 
 
 def near_ties(count=64, width=40):
@@ -55,7 +65,7 @@ def assert_rounded(x, smooth=None):
 
 def assert_right(args):
     """The same integers, and an epilogue as close as float32 and one rounding allow."""
-    y = kernels.linear_int8_fwd(**args)
+    y = product(**args)
     truth = linear_int8_ref(**{k: v for k, v in (args | {"x": args["x"].float()}).items() if k != "panels"})
     step = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[y.dtype]
     assert (y.dtype, y.shape, y.is_contiguous()) == (args["x"].dtype, truth.shape, True)
@@ -108,7 +118,7 @@ def test_rows_without_a_finite_range(block, monkeypatch):
     assert_rounded(x)
     step = kernels.quantized_rows(x, None)[2]
     assert step.isnan().tolist() == [False, True, True, True, True, False, True, False]
-    y = kernels.linear_int8_fwd(**arguments(8, 70, 9, torch.float32) | {"x": x})
+    y = product(**arguments(8, 70, 9, torch.float32) | {"x": x})
     assert y.isnan().all(1).tolist() == step.isnan().tolist()
     assert not y[[0, 5, 7]].isnan().any()
 
@@ -141,7 +151,7 @@ def test_the_largest_integers():
     weight[1] = -127
     weight[0, 1099] = 126
     one = torch.ones(2, device=DEVICE)
-    y = kernels.linear_int8_fwd(x, weight, one, None, None)
+    y = product(x=x, weight=weight, scale=one)
     exact = x.long() @ weight.T.long()
     assert torch.equal(y, exact.float())
 
@@ -161,17 +171,15 @@ def test_panels_are_channel_sums():
 
 def test_no_rows_and_rows_with_gaps():
     args = arguments(6, 40, 24)
-    assert kernels.linear_int8_fwd(**args | {"x": args["x"][:0]}).shape == (0, 24)
+    assert product(**args | {"x": args["x"][:0]}).shape == (0, 24)
     x = args["x"]
-    assert torch.equal(kernels.linear_int8_fwd(**args | {"x": x[::2]}), kernels.linear_int8_fwd(**args)[::2])
-    assert torch.equal(
-        kernels.linear_int8_fwd(**args | {"x": x[:1].expand(4, -1)})[3], kernels.linear_int8_fwd(**args)[0]
-    )
+    assert torch.equal(product(**args | {"x": x[::2]}), product(**args)[::2])
+    assert torch.equal(product(**args | {"x": x[:1].expand(4, -1)})[3], product(**args)[0])
 
 
 def test_repeats_are_bit_equal(checked_memory):
     args = arguments(35, 70, 65, activation="gelu")
-    assert_repeats(checked_memory, lambda: [kernels.linear_int8_fwd(**args)])
+    assert_repeats(checked_memory, lambda: [product(**args)])
 
 
 def test_tiles_by_rows():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.checks import FLOATS
-from fastbert.ops.linear_fp8 import linear_fp8_ref, rounded_rows
+from fastbert.ops.linear_fp8 import LinearFp8Inputs, linear_fp8_ref, rounded_rows
 
 DTYPES = FLOATS
 
@@ -17,17 +17,10 @@ DTYPES = FLOATS
 _STEP = 16
 
 
-def linear_fp8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    gated: str | None = None,
-    input_activation: str | None = None,
-) -> Tensor:
+def linear_fp8_fwd(inputs: LinearFp8Inputs) -> Tensor:
+    x, weight, scale, bias, activation, gated, input_activation = inputs
     if not multiplies(x, weight):
-        return linear_fp8_ref(x, weight, scale, bias, activation, gated, input_activation)
+        return linear_fp8_ref(*inputs)
     q, step = rounded_rows(activate_eager(x, input_activation))
     return activate_eager(product(q, step, weight, scale, bias), activation, gated)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastbert.ops.activation import activate_eager, halves
 from fastbert.ops.checks import FLOATS, compute_dtype
-from fastbert.ops.linear_int8 import SMALLEST_STEP
+from fastbert.ops.linear_int8 import SMALLEST_STEP, LinearInt8Inputs
 
 DTYPES = FLOATS
 
@@ -28,16 +28,8 @@ _GPU_ROWS = 24
 _GPU_STEP = 8
 
 
-def linear_int8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-    smooth: Tensor | None = None,
-) -> Tensor:
+def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
+    x, weight, scale, bias, activation, _, gated, smooth = inputs
     compute = compute_dtype(x)
     wide = x.float()
     if smooth is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES, GATE_CODES
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -26,25 +27,16 @@ def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
     return panels
 
 
-def linear_int8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-    smooth: Tensor | None = None,
-) -> Tensor:
+def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
+    x, weight, scale, bias, activation, panels, gated, smooth = inputs
     (rows, depth), out, is_gated = x.shape, weight.shape[0], gated is not None
     if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out, is_gated):
         panels = linear_int8_panels(weight, is_gated)
-    columns = out // 2 if is_gated else out
-    y = x.new_empty(rows, columns)
+    y = inputs.new_output()
     _C.cpu_linear_int8(
         DTYPE_CODES[x.dtype],
         rows,
-        columns,
+        y.shape[1],
         depth,
         *(x.data_ptr(), x.stride(0)),
         panels.data_ptr(),

@@ -12,6 +12,7 @@ from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -105,18 +106,8 @@ def linear_bwd(
     return kernels("linear_backward").linear_bwd(*args)
 
 
-def linear_int8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-    smooth: Tensor | None = None,
-) -> Tensor:
-    forward = kernels("linear_int8").linear_int8_fwd
-    return forward(x, weight, scale, bias, activation, panels, gated, smooth)
+def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
+    return kernels("linear_int8").linear_int8_fwd(inputs)
 
 
 def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
