@@ -14,7 +14,7 @@ import fastbert
 from fastbert.compression.distillation.cache import FILE
 from fastbert.compression.distillation.data import sentences_of
 from fastbert.compression.distillation.objective import Distilled
-from fastbert.compression.distillation.sentences import SentenceVectors, teacher_vectors
+from fastbert.compression.distillation.sentences import SentenceVectors, projection_to, teacher_vectors
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import TrainingError
@@ -83,6 +83,32 @@ def test_a_student_learns_the_vectors(places, tmp_path, loss):
     stock = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     np.testing.assert_allclose(stock.encode(TEXTS), learned, rtol=1e-4, atol=1e-5)
     assert (loaded.normalize, loaded.pooling, loaded.max_length) == (True, "mean", 9)
+
+
+@pytest.mark.parametrize("width", [16, 96])
+def test_a_student_of_another_width(places, tmp_path, width):
+    config = fastbert.EncoderConfig(**{**SIZES, "hidden_size": width})
+    given = {"epochs": 25, "lr": 5e-3}
+    found = distil(places, config, tmp_path / "live", **given)
+    taught = torch.from_numpy(found.teacher.encode(TEXTS))
+    brought = projection_to(taught, width)
+    if width > 64:
+        assert torch.equal(brought, torch.eye(64, width))
+    else:
+        # PCA as sentence-transformers' example has it
+        components = torch.linalg.svd(taught - taught.mean(0))[2][:width]
+        torch.testing.assert_close((components @ brought).abs(), torch.eye(width), rtol=0, atol=1e-3)
+    expected = torch.nn.functional.normalize(taught @ brought)
+    learned = torch.from_numpy(found.student.encode(TEXTS))
+    assert (expected * learned).sum(1).mean() > 0.95
+    assert found.last["loss"] == pytest.approx(float((expected - learned).square().mean()), rel=0.7)
+    stock = SentenceTransformer(str(tmp_path / "live"), device="cpu")
+    np.testing.assert_allclose(stock.encode(TEXTS), learned, rtol=1e-4, atol=1e-5)
+    # A cache has the teacher's whole vectors, for students of all widths
+    distil(places, [0], tmp_path / "same", cache=tmp_path / "cache", epochs=0.2)
+    distil(places, config, tmp_path / "stored", cache=tmp_path / "cache", **{**given, "epochs": 2})
+    live, stored = (logged(tmp_path / name)[0]["loss"] for name in ("live", "stored"))
+    assert live == pytest.approx(stored, rel=1e-4)
 
 
 def test_a_distilbert_student(places, tmp_path):
@@ -191,10 +217,11 @@ def test_all_that_learns_has_a_gradient(places):
     assert module.work(Batch({}, {}, tokens.lengths)) > 0
 
 
-def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):
-    distil(places, [0], tmp_path / "whole", epochs=1)
-    stopped(monkeypatch, 3, lambda: distil(places, [0], tmp_path / "part", epochs=1))
-    distil(places, [0], tmp_path / "part", epochs=1)
+@pytest.mark.parametrize("student", [[0], fastbert.EncoderConfig(**{**SIZES, "hidden_size": 32})])
+def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch, student):
+    distil(places, student, tmp_path / "whole", epochs=1)
+    stopped(monkeypatch, 3, lambda: distil(places, student, tmp_path / "part", epochs=1))
+    distil(places, student, tmp_path / "part", epochs=1)
     found, expected = (
         {key: value for key, value in digests(tmp_path / name).items() if "run/" not in key}
         for name in ("part", "whole")
@@ -206,7 +233,11 @@ def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("student", "changes", "message"),
     [
-        ({"hidden_size": 32}, {}, "student: hidden_size: expected 64 as the teacher has, got 32"),
+        (
+            {"hidden_size": 32},
+            {"data": "few.tsv"},
+            "data: expected at least 32 texts, the student's width, got 2",
+        ),
         ("bilstm", {}, "student: a BiLSTM learns from labelled examples, which this recipe does not read"),
         ([0], {"data": "."}, r"data: .*: expected a file that ends in .jsonl, .txt, .tsv"),
         ([0], {"data": "labels.jsonl"}, "line 1: label: expected none, got 1"),
@@ -216,6 +247,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line(places, tmp_path, student, changes, message):
+    (places / "few.tsv").write_text("the cat\tthe dog\n")
     (places / "labels.jsonl").write_text('{"text": "the cat", "label": 1}\n')
     given = fastbert.EncoderConfig(**{**SIZES, **student}) if isinstance(student, dict) else student
     with pytest.raises((TypeError, ValueError), match=message):

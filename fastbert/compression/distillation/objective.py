@@ -157,7 +157,7 @@ class Distilled(Losses):
             return losses.soft_cross_entropy(own, taught, self.temperature)
         if name in ("vectors", "angles"):
             compare = losses.mean_squared if name == "vectors" else losses.cosine
-            return compare(s["vectors"], t["vectors"])
+            return compare(s["vectors"], self.teacher.targets(t["vectors"]))
         compared = []
         for m, n in pairs_of(name, self.pairs, self.student, self.teacher):
             given = [(s[f"{kind}.{m}"], t[f"{kind}.{n}"]) for kind in reads(name, self.rows)]

@@ -31,7 +31,7 @@ from fastbert.compression.distillation.cache import FILE, Cached, gathered, star
 from fastbert.compression.distillation.objective import Distilled, reads, wanted
 from fastbert.compression.distillation.reading import SPANS, rows_of
 from fastbert.compression.distillation.recipes import SENTENCES, Phase, Recipe, phases_of, recipe_of
-from fastbert.compression.distillation.sentences import SentenceVectors
+from fastbert.compression.distillation.sentences import SentenceVectors, projection_to
 from fastbert.compression.distillation.students import (
     Student,
     check_pair,
@@ -41,7 +41,7 @@ from fastbert.compression.distillation.students import (
     teacher_of,
 )
 from fastbert.compression.distillation.theseus import REPLACING
-from fastbert.finetuning.encoded import Source
+from fastbert.finetuning.encoded import Encoded, Source
 from fastbert.finetuning.fit import micro_batches
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.finetuning.sequences import SequenceTask
@@ -58,6 +58,8 @@ from fastbert.training.stages import Stage
 RESULTS, RUN, TOKENIZER_CONFIG = "results.json", "run", "tokenizer_config.json"
 # Settings of a run besides lr and epochs, which may differ between phases
 SETTINGS = ("batch_size", "max_length", "seed", "dtype", "optimizer", "warmup", "weight_decay", "eps")
+# The number of texts that show how a teacher's vectors vary
+VARIED = 20_000
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def distill(
             key |= {} if words is None else {"temperature": degree}
             wants = set().union(*(wanted(each, pairs, first, of_teacher)[1] for each in names))
             source = replaced(source, cached=_cached(job, Path(cache), key, source, wants, top))
+        if vectors and first.config.hidden_size != of_teacher.config.hidden_size:
+            of_teacher.projection = parallel.broadcast(_projection(job, source))
         stages, built = _stages(job, source, replacing, pairs, degree, heads)
         trainer = Trainer(
             stages,
@@ -349,6 +353,19 @@ def _cached(
             key = {**key, "data": inner.hash}
             write_cache(folder, key, job.teacher, inner, names, DTYPES[job.how.dtype], words)
     return Cached(folder / FILE, starts_of(inner))
+
+
+def _projection(job: _Job, source: reading.Taught) -> torch.Tensor:
+    """What brings the teacher's vectors to the student's width, by texts from all of the data."""
+    assert source.other is not None
+    numbers = np.arange(0, len(source.other), -(-len(source.other) // VARIED))
+    if source.cached is not None:
+        found = source.cached.rows(numbers)
+    else:
+        some = source.other.batch(numbers, True).inputs
+        texts = Encoded(some["input_ids"], some["token_type_ids"], some["cu_seqlens"].astype(np.int64), {})
+        found = gathered(job.teacher, Source(texts, True), ["vectors"], DTYPES[job.how.dtype])
+    return projection_to(found["vectors"], job.first.config.hidden_size)
 
 
 def _stages(

@@ -1,7 +1,8 @@
 """Sentence encoders as teachers and students: the vectors of packed texts, with gradients.
 
 A student that is a folder of sentence-transformers keeps its own pooling and normalisation. Any other student
-takes those of the teacher, and its prompt.
+takes those of the teacher, and its prompt. A student of another width learns the teacher's vectors in its own
+width: a narrower one their principal components over the texts, a wider one zeros besides.
 
 Source: Reimers and Gurevych 2020, "Making Monolingual Sentence Embeddings Multilingual using Knowledge
 Distillation", sec. 3.
@@ -32,9 +33,13 @@ class SentenceVectors(nn.Module):
     Args:
         model: an encoder of this package.
         settings: how it encodes sentences; their folder has the tokenizer.
+
+    Attributes:
+        projection: (width, student's width), of the teacher of a student of another width; else None.
     """
 
     model: Any
+    projection: Tensor | None = None
 
     def __init__(self, model: Any, settings: SentenceSettings) -> None:
         super().__init__()
@@ -54,6 +59,14 @@ class SentenceVectors(nn.Module):
         """(total,) ids of packed texts -> (texts, width) in float32."""
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, packed=True)[0]
         rows = pooling(hidden, send(cu_seqlens, hidden.device), self.settings.pooling)
+        return F.normalize(rows, dim=1) if self.settings.normalize else rows
+
+    def targets(self, vectors: Tensor) -> Tensor:
+        """What a student learns of the vectors (texts, width): (texts, student's width)."""
+        if self.projection is None:
+            return vectors
+        with torch.autocast(vectors.device.type, enabled=False):
+            rows = vectors @ self.projection.to(vectors)
         return F.normalize(rows, dim=1) if self.settings.normalize else rows
 
     def encoder(self, max_length: int | None = None) -> SentenceEncoder:
@@ -78,6 +91,16 @@ class SentenceVectors(nn.Module):
             include_prompt=own.include_prompt,
             similarity_fn_name=own.similarity,
         )
+
+
+def projection_to(vectors: Tensor, width: int) -> Tensor:
+    """What brings vectors (texts, own width) to another width: (own width, width)."""
+    if width > vectors.shape[1]:
+        return torch.eye(vectors.shape[1], width)
+    if len(vectors) < width:
+        raise ValueError(f"data: expected at least {width} texts, the student's width, got {len(vectors)}")
+    centred = vectors.double() - vectors.double().mean(0)
+    return torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :width].float()
 
 
 def teacher_vectors(place: Path, device: torch.device) -> SentenceVectors:

@@ -274,7 +274,7 @@ def check_pair(
     own, other, depths = student.config, teacher.config, (depth_of(student), depth_of(teacher))
     if not (alone or depths[0]):
         raise ValueError("student: a BiLSTM has no layers to compare; expected recipe kd or bilstm")
-    of_width = replacing or {*names} & {"cosine", "patient", "vectors", "angles"}
+    of_width = replacing or {*names} & {"cosine", "patient"}
     if of_width and own.hidden_size != other.hidden_size:
         raise ValueError(
             f"student: hidden_size: expected {other.hidden_size} as the teacher has, got {own.hidden_size}"
