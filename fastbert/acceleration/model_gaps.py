@@ -141,8 +141,11 @@ def modules_gap(model: Any) -> str | None:
         return f"{family.relative_bias} has hooks or another forward"
     if family.disentangled:
         stack = part(model, container)._modules
-        if stack.get("conv") is not None:
-            return f"{container}.conv reads the padded batch"
+        if (conv := stack.get("conv")) is not None:
+            if type(conv).forward.__module__ != family.stock_module:
+                return f"{container}.conv is not the stock model's"
+            if any(map(watched, conv.modules())):
+                return f"{container}.conv has hooks or another forward"
         for name in {"rel_embeddings", "LayerNorm"} & stack.keys():
             if (reason := changed(stack[name])) is not None:
                 return f"{container}.{name} {reason}"

@@ -21,7 +21,7 @@ import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -293,63 +293,67 @@ class Convolution(nn.Module):
         self.conv = nn.Conv1d(width, width, size, padding=size // 2, groups=config.conv_groups)
         self.LayerNorm = config.norm(width)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.act = SPELLINGS[config.conv_act]
-        self.unpacks = unpacks(config)
-
-    def dropout_rate(self) -> float:
-        """The probability of the dropout module now; 0 if another module, which is called, replaces it."""
-        module = self.dropout
-        return module.p if plain_dropout(module) and module.training else 0.0
-
-    def beside(self, packed: Packing, x: Tensor, seed: Tensor | None, y: Tensor) -> Tensor:
-        """The output (rows, hidden) of the first layer with the convolution.
-
-        Args:
-            packed: the places of the rows.
-            x: (rows, hidden), the input of the first layer.
-            seed: of the dropout; its call site is `INNER_SITE`.
-            y: (rows, hidden), the output of the first layer.
-        """
-        if calls_all() or any(map(watched, self.modules())) or not plain_dropout(self.dropout):
-            grid, kept = packed.grid(x)
-            mask = torch.ones(grid.shape[:2], device=x.device) if kept is None else kept
-            return packed.from_grid(self(grid, packed.grid(y)[0], mask))
-        rate = self.dropout_rate()
-        if self.unpacks or type(self.conv) is not nn.Conv1d:
-            found = packed.from_grid(self._convolved(packed.grid(x)[0]))
-        else:
-            found = self._product(with_neighbours(x, follows(packed, None, x)))
-        if rate:
-            found = dropped(found, rate, seed, INNER_SITE)
-        return apply_norm(self.LayerNorm, y + activate_eager(found, self.act))
-
-    def _product(self, near: Tensor) -> Tensor:
-        """The convolution of (rows, 3 · hidden), tokens and neighbours as `with_neighbours` has them."""
-        weight, bias = self.conv.weight, cast(Tensor, self.conv.bias)
-
-        def joined() -> Tensor:
-            return weight.flip(2).transpose(1, 2).flatten(1)
-
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return linear(near, joined(), bias)
-
-        def build() -> nn.Linear:
-            dense = nn.Linear(weight.shape[1], weight.shape[0], device="meta").eval()
-            dense.weight = nn.Parameter(joined(), requires_grad=False)
-            dense.bias = nn.Parameter(bias, requires_grad=False)
-            return dense
-
-        return apply_linear(prepared.derived(self, "product", (weight, bias), build), near)
-
-    def _convolved(self, grid: Tensor) -> Tensor:
-        return self.conv(grid.transpose(1, 2)).transpose(1, 2)
+        self.conv_act = config.conv_act
 
     def forward(self, hidden_states: Tensor, residual_states: Tensor, input_mask: Tensor) -> Tensor:
         """As `beside`, by modules on a padded batch (batch, seqlen, hidden), zeros at masked tokens."""
         kept = input_mask.bool().unsqueeze(2)
-        found = self._convolved(hidden_states).masked_fill(kept.logical_not(), 0)
-        found = activate_eager(self.dropout(found), self.act)
+        found = _convolved(self, hidden_states).masked_fill(kept.logical_not(), 0)
+        found = activate_eager(self.dropout(found), SPELLINGS[self.conv_act])
         return self.LayerNorm(residual_states + found) * kept
+
+
+def conv_dropout(module: Any) -> float:
+    """The probability of a convolution's dropout now; 0 if another module, which is called, replaces it."""
+    dropout = module.dropout
+    return dropout.p if plain_dropout(dropout) and dropout.training else 0.0
+
+
+def beside(module: Any, packed: Packing, x: Tensor, seed: Tensor | None, y: Tensor) -> Tensor:
+    """The output (rows, hidden) of the first layer with the convolution.
+
+    Args:
+        module: a `Convolution`, or transformers' `ConvLayer`.
+        packed: the places of the rows.
+        x: (rows, hidden), the input of the first layer.
+        seed: of the dropout; its call site is `INNER_SITE`.
+        y: (rows, hidden), the output of the first layer.
+    """
+    if calls_all() or any(map(watched, module.modules())) or not plain_dropout(module.dropout):
+        grid, kept = packed.grid(x)
+        mask = torch.ones(grid.shape[:2], device=x.device) if kept is None else kept.to(x.dtype)
+        return packed.from_grid(module(grid, packed.grid(y)[0], mask))
+    rate, conv = conv_dropout(module), module.conv
+    if type(conv) is not nn.Conv1d or conv.kernel_size != (3,) or conv.groups != 1:
+        found = packed.from_grid(_convolved(module, packed.grid(x)[0]))
+    else:
+        found = _product(module, with_neighbours(x, follows(packed, None, x)))
+    if rate:
+        found = dropped(found, rate, seed, INNER_SITE)
+    return apply_norm(module.LayerNorm, y + activate_eager(found, SPELLINGS[module.conv_act]))
+
+
+def _product(module: Any, near: Tensor) -> Tensor:
+    """The convolution of (rows, 3 · hidden), tokens and neighbours as `with_neighbours` has them."""
+    weight, bias = module.conv.weight, module.conv.bias
+
+    def joined() -> Tensor:
+        return weight.flip(2).transpose(1, 2).flatten(1)
+
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return linear(near, joined(), bias)
+
+    def build() -> nn.Linear:
+        dense = nn.Linear(weight.shape[1], weight.shape[0], device="meta").eval()
+        dense.weight = nn.Parameter(joined(), requires_grad=False)
+        dense.bias = nn.Parameter(bias, requires_grad=False)
+        return dense
+
+    return apply_linear(prepared.derived(module, "product", (weight, bias), build), near)
+
+
+def _convolved(module: Any, grid: Tensor) -> Tensor:
+    return module.conv(grid.transpose(1, 2)).transpose(1, 2)
 
 
 class DisentangledAttention(SelfAttention):

@@ -18,6 +18,7 @@ from fastbert.execution.call import Call, Step
 from fastbert.execution.plan import Plan, plan_of
 from fastbert.execution.plan import run as run_steps
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.disentangled import beside, conv_dropout
 from fastbert.layers.elimination import refuse
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_linear, apply_norm
@@ -95,15 +96,15 @@ def run_encoder(
     packed, stack = inputs.packing, part(root, family.layers.partition(".")[0])
     own = getattr(root, "layer_class", PackedLayer)
     plan: Any = layers if isinstance(layers, Plan) else plan_of(stack, layers, own)
-    beside = stack._modules.get("conv") if family.disentangled and start is None else None
+    conv = stack._modules.get("conv") if family.disentangled and start is None else None
     steps = plan.steps
     if layerdrop and root.training:
         if want_attentions:
             raise ValueError("output_attentions: expected False with layerdrop, as a skipped layer has none")
         drawn = (torch.rand(len(steps)) >= layerdrop).tolist()
-        steps = [s for s in steps if drawn[s.number] or (beside is not None and s.number == 0)]
+        steps = [s for s in steps if drawn[s.number] or (conv is not None and s.number == 0)]
     _check_changed(plan, taps, schedule, inputs, causal, want_attentions)
-    if not (drops or plan.drops or (beside is not None and beside.dropout_rate())):
+    if not (drops or plan.drops or (conv is not None and conv_dropout(conv))):
         seed = None
     elif seed is None:
         seed = dropout_seed(inputs.device)
@@ -117,7 +118,7 @@ def run_encoder(
         first_only
         and not (want_attentions or want_states or taps is not None or around is not None)
         and hidden.shape[0] > 0
-        and _last_may_skip(root, family, steps, beside)
+        and _last_may_skip(root, family, steps, conv)
     )
 
     def run(x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -138,8 +139,8 @@ def run_encoder(
         )
         if schedule is not None:
             call.eliminate(schedule, packed.known_lengths(), x.device)
-        if beside is not None:
-            call.after_first = functools.partial(beside.beside, packed, x, seed)
+        if conv is not None:
+            call.after_first = functools.partial(beside, conv, packed, x, seed)
         if want_states:
             call.states.append(x)
         x = plan.run(x, call) if steps is plan.steps else run_steps(steps, x, call)
@@ -188,10 +189,10 @@ def _project(root: nn.Module, family: Family, packed: Packing, x: Tensor) -> Ten
     return apply_linear(projection, x)
 
 
-def _last_may_skip(root: nn.Module, family: Family, steps: list[Step], beside: nn.Module | None) -> bool:
+def _last_may_skip(root: nn.Module, family: Family, steps: list[Step], conv: nn.Module | None) -> bool:
     """Whether the last layer, and all that follows it, can compute first tokens alone."""
     return (
-        len(steps) > (0 if beside is None else 1)
+        len(steps) > (0 if conv is None else 1)
         and (family.final_norm is None or not changed(part(root, family.final_norm)))
         and steps[-1].parts is not None
         and steps[-1].layer.may_skip_rows()

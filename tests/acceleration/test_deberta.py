@@ -28,18 +28,19 @@ FORMS = {
     "no distances": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
     "narrow embeddings": {"embedding_size": 24},
     "convolution": {"conv_kernel_size": 3},
+    "wide convolution": {"conv_kernel_size": 5, "conv_groups": 2, "conv_act": "gelu"},
 }
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, layout):
-    """Outputs and gradients of the stock model; the convolution reads the padded batch."""
+    """Outputs and gradients of the stock model."""
     slow, fast = (model.double() for model in build("deberta-v2", HEAD, **FORMS[form]))
     inputs, labels = first_kept("deberta-v2"), torch.tensor([1, 0, 1, 1])
     if layout == "padded":
         inputs["attention_mask"][1, 0] = 0
-    packed = int(layout == "packed" and form != "convolution")
+    packed = int(layout == "packed")
     with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
         actual = fast(**inputs, labels=labels)
     expected = slow(**inputs, labels=labels)
@@ -86,13 +87,14 @@ def test_distances_and_masks_of_a_caller():
     [
         ("encoder.rel_embeddings", "encoder.rel_embeddings has hooks"),
         ("encoder.LayerNorm", "encoder.LayerNorm has hooks"),
+        ("encoder.conv.conv", "encoder.conv has hooks"),
         ("encoder.layer.1.attention.self.pos_key_proj", "pos_key_proj has hooks"),
         ("encoder.layer.1.attention.self.pos_dropout", "pos_dropout is not a plain dropout"),
     ],
 )
 @torch.no_grad()
 def test_hooks_see_what_they_see_in_the_stock_model(path, said):
-    slow, fast = build("deberta-v2", share_att_key=False)
+    slow, fast = build("deberta-v2", share_att_key=False, conv_kernel_size=3)
     inputs, seen = first_kept("deberta-v2"), []
     fast(**inputs)
     fast(**inputs)
