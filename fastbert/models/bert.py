@@ -404,15 +404,15 @@ class BertModel(PreTrainedModel):
                     f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
                 )
 
-        embeddings = self._modules[self.family.embeddings]
-        ours = isinstance(embeddings, OWN)
+        family = self.family
+        embeddings = self._modules[family.embeddings]
         return run_encoder(
             self,
-            self.family,
+            family,
             self.layer_list(),
             functools.partial(self.embed_inputs, inputs),
             inputs,
-            ours and embeddings.dropout_rate() > 0,
+            isinstance(embeddings, OWN) and embeddings.dropout_rate() > 0,
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,
@@ -434,11 +434,12 @@ class BertModel(PreTrainedModel):
             seed: (1,) int64 of the dropout, on the device; None: nothing drops.
         """
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        embeddings = self._modules[self.family.embeddings]
+        family = self.family
+        embeddings = self._modules[family.embeddings]
         ours = isinstance(embeddings, OWN)
         if type(embeddings) is Embeddings and seed is None and (y := launched(embeddings, *ids)) is not None:
             return y
-        if inputs.inputs_embeds is not None and self.family.embeddings == self.family.word_table:
+        if inputs.inputs_embeds is not None and family.embeddings == family.word_table:
             return inputs.inputs_embeds
         own = ours or isinstance(embeddings, self.embeddings_class)
         reads = getattr(embeddings, "reads_neighbours", False)
@@ -446,14 +447,14 @@ class BertModel(PreTrainedModel):
             return embeddings(*ids, seed, **({"packing": inputs.packing} if reads else {}))
         packing, names = inputs.packing, ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
         given = {n: packing.grid(t)[0] for n, t in zip(names, ids, strict=True) if t is not None}
-        if self.family.rotary:
+        if family.rotary:
             del given["position_ids"]
         kept = packing.grid(ids[1])[1]
         if reads and kept is not None:
             given["kept"] = kept
         if kept is not None and "input_ids" in given:
             given["input_ids"] = given["input_ids"].masked_fill(~kept, self.config.pad_token_id or 0)
-        first = () if self.family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
+        first = () if family.stock_model.embeds_by_name else (given.pop("input_ids", None),)
         return packing.from_grid(embeddings(*first, **given))
 
 

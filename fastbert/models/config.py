@@ -478,14 +478,14 @@ class EncoderConfig(Keys):
         self.name_or_path = path
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            return _ABSENT[name]
         if not name.startswith("__") and "model_type" in self.__dict__:
-            alias = self.family.aliases.get(name)
-            if alias is not None:
+            family = self.family
+            if (alias := family.aliases.get(name)) is not None:
                 return self.__dict__[alias]
-            if self.family.windows and name in ("layer_types", "rope_parameters"):
+            if family.windows and name in ("layer_types", "rope_parameters"):
                 return getattr(config_windows, name)(self)
-            if name in _ABSENT:
-                return _ABSENT[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastbert.models import config_families, config_layers
 from fastbert.models.config_values import activations, booleans, brief, integers, numbers, one_of, refused
-from fastbert.models.families import Family, family_of
+from fastbert.models.families import FAMILIES, Family, family_of
 
 # BERT's defaults; families override some (families/)
 DEFAULTS: dict[str, Any] = {
@@ -112,7 +112,8 @@ class Keys:
     @property
     def family(self) -> Family:
         """What this model type changes against BERT."""
-        return family_of(self.model_type)
+        # A variant's own model_type is in the table too
+        return FAMILIES.get(self.model_type) or family_of(self.model_type)
 
     @property
     def block_width(self) -> int:

@@ -256,7 +256,8 @@ def packed_on_host(
     If the ids are on a device, the host waits for it once, as in `check_inputs`. None if `check_inputs` must
     pack the batch, or raise its errors.
     """
-    if config.family.segments and not config.has_segments:
+    has_segments = config.has_segments
+    if not has_segments and config.family.segments:
         types = None
     given = [t for t in (ids, mask, types) if t is not None]
     if torch.compiler.is_compiling() or ids is None or {*map(type, given)} != {Tensor}:
@@ -304,7 +305,7 @@ def packed_on_host(
         if config.family.counts_columns:
             # Not the positions, which may skip a hole of padding
             holes = has_holes(memory[3 * tokens + words :], ends)
-    own = segments if config.has_segments else None
+    own = segments if has_segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 
 
