@@ -32,7 +32,7 @@ from fastbert.layers.asked import Asked
 from fastbert.layers.batch import Blocks, PackedBatch
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.modules import part
-from fastbert.layers.parts import Part, SelfAttention
+from fastbert.layers.parts import Part, SelfAttention, masked, probabilities
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 
@@ -267,10 +267,6 @@ class BlockSparseAttention(SelfAttention):
         form, steps, norm: see `SelfAttention`.
     """
 
-    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
-        super().__init__(form, *steps, norm=norm)
-        self.form = form
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -286,15 +282,11 @@ class BlockSparseAttention(SelfAttention):
         assert grid is not None
         if grid.lengths is None:
             return super().forward(hidden_states, attention_mask, head_mask)
-        seen = bias(self.form, self.training, grid, checks.compute_dtype(hidden_states))
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            seen = seen.masked_fill(attention_mask.logical_not(), torch.finfo(seen.dtype).min)
-        elif attention_mask is not None:
-            seen = seen + attention_mask
         heads = (-1, self.attention_head_size)
         q, k, v = (self._modules[name](hidden_states).unflatten(-1, heads) for name in self.inputs)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        probs = torch.softmax(q @ k.transpose(2, 3) * self.scaling + seen.to(q.dtype), -1)
+        seen = masked(bias(self.form, self.training, grid, checks.compute_dtype(q)), attention_mask)
+        probs = probabilities(q, k, self.scaling, seen.to(q.dtype))
         context = probs @ v
         if head_mask is not None:
             context = context * head_mask[:, None, None]

@@ -32,7 +32,7 @@ from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
 from fastbert.layers.linear import apply_linear, apply_norm, dropped, kind_of
 from fastbert.layers.modules import calls_all, part, plain_dropout, watched
 from fastbert.layers.packing import Packing, follows, with_neighbours
-from fastbert.layers.parts import SelfAttention
+from fastbert.layers.parts import SelfAttention, masked
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
 from fastbert.ops.activation import SPELLINGS, activate_eager
@@ -363,10 +363,6 @@ class DisentangledAttention(SelfAttention):
         form, steps, norm: see `SelfAttention`.
     """
 
-    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
-        super().__init__(form, *steps, norm=norm)
-        self.form = form
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -392,9 +388,6 @@ class DisentangledAttention(SelfAttention):
             tables = [None if m is None else scaled(self.form, m(rows), q) for m in modules]
             found = scores(relative, tables, q, k, q.shape[1])
             own = dense_scores(found, None, q.shape[1], q)
-        if own is not None and attention_mask is not None and attention_mask.dtype == torch.bool:
-            own = own.masked_fill(attention_mask.logical_not(), torch.finfo(own.dtype).min)
-        elif own is not None and attention_mask is not None:
-            own = own + attention_mask
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return self.attended(q, k, v, hidden_states, attention_mask if own is None else own, head_mask)
+        mask = attention_mask if own is None else masked(own, attention_mask)
+        return self.attended(q, k, v, hidden_states, mask, head_mask)

@@ -311,10 +311,6 @@ class GlobalAttention(SelfAttention):
         form, steps, norm: see `SelfAttention`.
     """
 
-    def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
-        super().__init__(form, *steps, norm=norm)
-        self.form = form
-
     def forward(
         self,
         hidden_states: Tensor,

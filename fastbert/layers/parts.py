@@ -121,12 +121,16 @@ class Part(nn.Module):
 
 def probabilities(q: Tensor, k: Tensor, scaling: float, attention_mask: Tensor | None) -> Tensor:
     """The attention probabilities of queries and keys, each (batch, nheads, seqlen, head_dim)."""
-    scores = q @ k.transpose(2, 3) * scaling
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
-    elif attention_mask is not None:
-        scores = scores + attention_mask
-    return torch.softmax(scores, -1)
+    return torch.softmax(masked(q @ k.transpose(2, 3) * scaling, attention_mask), -1)
+
+
+def masked(scores: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The scores under a mask: bool (True = attend), or added; None hides nothing."""
+    if attention_mask is None:
+        return scores
+    if attention_mask.dtype != torch.bool:
+        return scores + attention_mask
+    return scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
 
 
 class SelfAttention(Part):
@@ -142,6 +146,7 @@ class SelfAttention(Part):
 
     def __init__(self, form: LayerForm, *steps: str, norm: str | None = None):
         super().__init__(*steps, norm=norm)
+        self.form = form
         self.num_attention_heads, self.attention_head_size = form.nheads, form.head_dim
         self.scaling = form.softmax_scale
         names = form.names
@@ -197,10 +202,6 @@ class RotaryAttention(SelfAttention):
     Args:
         form, steps: see `SelfAttention`.
     """
-
-    def __init__(self, form: LayerForm, *steps: str):
-        super().__init__(form, *steps)
-        self.form = form
 
     def forward(
         self,
