@@ -12,7 +12,7 @@ instead. They are the signatures of `forward` (a test compares them), except for
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -25,6 +25,36 @@ from fastbert.models.outputs import (
 )
 
 
+class Options(TypedDict, total=False):
+    """What every model takes by name alone; each is None by default."""
+
+    head_mask: Tensor | None
+    output_attentions: Any
+    output_hidden_states: Any
+    return_dict: Any
+    cu_seqlens: Tensor | None
+    max_seqlen: Any
+    causal: Any
+
+
+class EncoderOptions(Options, total=False):
+    """Those of `BertModel`."""
+
+    first_token_only: Any
+
+
+class VocabularyOptions(Options, total=False):
+    """Those of a head over the vocabulary."""
+
+    output_logits: Any
+
+
+class ChoicesOptions(Options, total=False):
+    """Those of `BertForMultipleChoice`."""
+
+    choices: Any
+
+
 class EncoderCall(Protocol):
     """The signature of `BertModel`, without the arguments that it refuses."""
 
@@ -35,15 +65,7 @@ class EncoderCall(Protocol):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
-        first_token_only: Any = False,
+        **options: Unpack[EncoderOptions],
     ) -> BaseModelOutputWithPooling: ...
 
 
@@ -58,14 +80,7 @@ class LabelsCall(Protocol):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
+        **options: Unpack[Options],
     ) -> LogitsOutput: ...
 
 
@@ -80,15 +95,7 @@ class ChoicesCall(Protocol):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
-        choices: Any = None,
+        **options: Unpack[ChoicesOptions],
     ) -> LogitsOutput: ...
 
 
@@ -103,15 +110,7 @@ class MaskedLMCall(Protocol):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
-        output_logits: Any = None,
+        **options: Unpack[VocabularyOptions],
     ) -> LogitsOutput: ...
 
 
@@ -127,15 +126,7 @@ class PreTrainingCall(Protocol):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
-        output_logits: Any = None,
+        **options: Unpack[VocabularyOptions],
     ) -> PreTrainingOutput: ...
 
 
@@ -151,15 +142,7 @@ class AlbertPreTrainingCall(Protocol):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         sentence_order_label: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
-        output_logits: Any = None,
+        **options: Unpack[VocabularyOptions],
     ) -> AlbertPreTrainingOutput: ...
 
 
@@ -175,14 +158,7 @@ class SpanCall(Protocol):
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
+        **options: Unpack[Options],
     ) -> QuestionAnsweringOutput: ...
 
 
@@ -199,12 +175,5 @@ class QuestionCall(Protocol):
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: Any = None,
-        output_hidden_states: Any = None,
-        return_dict: Any = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Any = None,
-        causal: Any = None,
+        **options: Unpack[Options],
     ) -> QuestionAnsweringOutput: ...

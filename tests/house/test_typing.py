@@ -180,10 +180,18 @@ def test_calls_are_typed_as_forward_is(model, call):
     refused = {"encoder_hidden_states", "encoder_attention_mask", "past_key_values", "use_cache", "packed"}
     refused.add("more")
     forward, typed = inspect.signature(model.forward), inspect.signature(call.__call__)
-    expected = [(p.name, p.kind, p.default) for p in forward.parameters.values() if p.name not in refused]
-    assert [(p.name, p.kind, p.default) for p in typed.parameters.values()] == expected
-    for name, parameter in typed.parameters.items():
-        if parameter.annotation not in ("Any", inspect.Parameter.empty):
-            assert parameter.annotation == forward.parameters[name].annotation
+    given = {name: p for name, p in forward.parameters.items() if name not in refused}
+    *places, options = typed.parameters.values()
+    (keys,) = typing.get_args(typing.get_type_hints(call.__call__)[options.name])
+    annotations = {name: key.__forward_arg__ for name, key in keys.__annotations__.items()}
+    assert list(given) == [p.name for p in places] + list(annotations)
+    for p in places:
+        assert (p.kind, p.default) == (given[p.name].kind, given[p.name].default)
+    for name in annotations:
+        assert given[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert not given[name].default
+    annotations |= {p.name: p.annotation for p in places if p.name != "self"}
+    for name, annotation in annotations.items():
+        assert annotation in ("Any", given[name].annotation)
     assert forward.return_annotation == f"{typed.return_annotation} | tuple[Any, ...]"
     assert typing.get_type_hints(call.__call__)["return"] is not None
