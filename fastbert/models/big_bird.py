@@ -153,17 +153,8 @@ class BigBirdForQuestionAnswering(BertForQuestionAnswering):
         if question is not None and token_type_ids is None:
             token_type_ids = 1 - question.long()
         encoded = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, head_mask),
+            *(output_attentions, output_hidden_states, cu_seqlens, max_seqlen, causal),
         )
         logits = encoded.by_token(lambda x: self.classes_of(self.family.spans, x))
         if question is not None and column is not None:

@@ -301,17 +301,8 @@ class BertForMaskedLM(MaskedLMModel):
         if labels is not None:
             count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
         encoded = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, head_mask),
+            *(output_attentions, output_hidden_states, cu_seqlens, max_seqlen, causal),
             **more,
         )
         if labels is not None and self.config.get("sparse_prediction"):

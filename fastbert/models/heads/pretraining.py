@@ -99,17 +99,8 @@ class BertForPreTraining(MaskedLMModel):
         if next_sentence_label is not None:
             check_classes(self.pair_label, next_sentence_label, 2)
         encoded = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, head_mask),
+            *(output_attentions, output_hidden_states, cu_seqlens, max_seqlen, causal),
         )
         words, words_loss = self.logits_and_loss(
             encoded, labels if has_loss else None, count, output_logits, "prediction_logits"

@@ -67,17 +67,8 @@ class BertForQuestionAnswering(TaskModel):
         """
         positions = self._positions(start_positions, end_positions, attention_mask)
         encoded = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, head_mask),
+            *(output_attentions, output_hidden_states, cu_seqlens, max_seqlen, causal),
             **more,
         )
         return self._spans(self.logits(encoded)[0], positions, encoded, return_dict)

@@ -275,17 +275,8 @@ class TaskModel(PreTrainedModel):
         if labels is not None:
             self.check_labels(labels, attention_mask)
         encoded = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            head_mask,
-            output_attentions,
-            output_hidden_states,
-            cu_seqlens,
-            max_seqlen,
-            causal,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, head_mask),
+            *(output_attentions, output_hidden_states, cu_seqlens, max_seqlen, causal),
             **more,
         )
         logits, padded = self.logits(encoded)
