@@ -33,11 +33,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.lib.turns import is_ours, precision  # noqa: E402
+from bench.lib.turns import is_ours, precision
 
 THRESHOLD = 15.0  # percent
 BESIDE = ("beside its peers", "at best beside them")

@@ -21,18 +21,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import fastbert  # noqa: E402
-from bench.lib.curves import measure, parser_of  # noqa: E402
-from bench.pruning import accuracy  # noqa: E402
-from fastbert.sentences.tokenizer import load_tokenizer  # noqa: E402
-from fastbert.tasks.examples import tokenized  # noqa: E402
+import fastbert
+from bench.lib.curves import measure, parser_of
+from bench.pruning import accuracy
+from fastbert.sentences.tokenizer import load_tokenizer
+from fastbert.tasks.examples import tokenized
 
 KEYS, NUMBERS, WORDS, VALUES = 16, 16, 30, 4
 VOCABULARY = [

@@ -17,18 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from bench import pruning  # noqa: E402
-from bench.lib.curves import measure, parser_of  # noqa: E402
-from fastbert.compression.early_exit import EarlyExit  # noqa: E402
-from fastbert.compression.exit_training import KINDS  # noqa: E402
-from fastbert.models.heads.sequence_classification import BertForSequenceClassification  # noqa: E402
+from bench import pruning
+from bench.lib.curves import measure, parser_of
+from fastbert.compression.early_exit import EarlyExit
+from fastbert.compression.exit_training import KINDS
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 
 LAYERS = 4
 # Shares of the largest uncertainty; "deebert" has it in nats

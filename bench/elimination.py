@@ -21,22 +21,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import fastbert  # noqa: E402
-from bench import pruning  # noqa: E402
-from bench.lib.curves import measure, parser_of  # noqa: E402
-from fastbert.compression.length_drop import LengthDrop, LengthDropLosses  # noqa: E402
-from fastbert.compression.schedule_search import search_schedules, within  # noqa: E402
-from fastbert.compression.size import flops_of  # noqa: E402
-from fastbert.compression.token_search import TokenSearch, search_groups  # noqa: E402
-from fastbert.finetuning.losses import TaskLosses  # noqa: E402
-from fastbert.training.optimizers import decay_groups, optimizer  # noqa: E402
+import fastbert
+from bench import pruning
+from bench.lib.curves import measure, parser_of
+from fastbert.compression.length_drop import LengthDrop, LengthDropLosses
+from fastbert.compression.schedule_search import search_schedules, within
+from fastbert.compression.size import flops_of
+from fastbert.compression.token_search import TokenSearch, search_groups
+from fastbert.finetuning.losses import TaskLosses
+from fastbert.training.optimizers import decay_groups, optimizer
 
 WORDS, LENGTH, STEPS, BATCH, RATE = 4, 24, 300, 64, 3e-4
 KINDS = {"plain": "#888888", "length-drop": "#2266aa", "power-bert": "#cc7722"}

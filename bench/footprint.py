@@ -25,22 +25,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from bench.lib import training, workloads  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import row_line  # noqa: E402
-from fastbert.models.heads import masked_lm, pretraining  # noqa: E402
-from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
+from bench.lib import training, workloads
+from bench.lib.probe_steps import reason_of
+from bench.lib.report import row_line
+from fastbert.models.heads import masked_lm, pretraining
+from fastbert.ops.linear_cross_entropy import CHUNK_BYTES
 
 CANDIDATES = ("fastbert", "transformers")
 WORKLOAD = "full"

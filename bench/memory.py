@@ -22,12 +22,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.lib import workloads  # noqa: E402
-from bench.lib.resident import forget_peak, return_freed, status_mib  # noqa: E402
+from bench.lib import workloads
+from bench.lib.resident import forget_peak, return_freed, status_mib
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]

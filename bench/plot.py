@@ -23,15 +23,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
+import torch
 
-from bench.lib import results, tables  # noqa: E402
-from bench.lib.charts import suite as drawn  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
+from bench.lib import results, tables
+from bench.lib.charts import suite as drawn
+from bench.lib.machine import describe
 
 if TYPE_CHECKING:
     import matplotlib.figure

@@ -17,16 +17,15 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
+import torch
 
-from bench.lib.machine import describe, read_clocks  # noqa: E402
-from bench.lib.probe_steps import STEPS, Bench, reason_of  # noqa: E402
-from bench.lib.report import Report, count  # noqa: E402
-from bench.lib.timing import synchronize  # noqa: E402
+from bench.lib.machine import describe, read_clocks
+from bench.lib.probe_steps import STEPS, Bench, reason_of
+from bench.lib.report import Report, count
+from bench.lib.timing import synchronize
 
 BUDGET_SECONDS = {"cuda": 300.0, "cpu": 150.0}
 

@@ -24,21 +24,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import fastbert  # noqa: E402
-from bench.lib.curves import measure, parser_of  # noqa: E402
-from fastbert.analysis.measures import Measure  # noqa: E402
-from fastbert.compression import shrink  # noqa: E402
-from fastbert.compression.movement import Movement, MovementPruning  # noqa: E402
-from fastbert.compression.scores import SCORES  # noqa: E402
-from fastbert.layers.modules import part  # noqa: E402
-from fastbert.tasks.examples import Examples  # noqa: E402
+import fastbert
+from bench.lib.curves import measure, parser_of
+from fastbert.analysis.measures import Measure
+from fastbert.compression import shrink
+from fastbert.compression.movement import Movement, MovementPruning
+from fastbert.compression.scores import SCORES
+from fastbert.layers.modules import part
+from fastbert.tasks.examples import Examples
 
 KEYS, NUMBERS, VALUES = 12, 12, 6
 WORDS = 10

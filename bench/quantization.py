@@ -18,17 +18,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
 
-import fastbert  # noqa: E402
-from bench.lib.curves import measure, parser_of  # noqa: E402
-from fastbert.compression import qat  # noqa: E402
+import fastbert
+from bench.lib.curves import measure, parser_of
+from fastbert.compression import qat
 
 KEYS, NUMBERS, VALUES = 56, 56, 8
 CONFIG = {

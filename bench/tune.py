@@ -40,22 +40,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
+import torch
 
-from bench.lib.entries import KINDS, OPS, Task, candidates, heuristic, module_of, part_of, tasks  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report, write_atomically  # noqa: E402
-from bench.lib.timing import interleave, rotations, synchronize  # noqa: E402
-from bench.lib.tuned import merge, read_table, with_entry  # noqa: E402
-from fastbert import testing  # noqa: E402
-from fastbert.kernels import tuning  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
-from fastbert.testing.error_rule import with_grad  # noqa: E402
+from bench.lib.entries import KINDS, OPS, Task, candidates, heuristic, module_of, part_of, tasks
+from bench.lib.machine import describe
+from bench.lib.probe_steps import reason_of
+from bench.lib.report import Report, write_atomically
+from bench.lib.timing import interleave, rotations, synchronize
+from bench.lib.tuned import merge, read_table, with_entry
+from fastbert import testing
+from fastbert.kernels import tuning
+from fastbert.runtime import dispatch
+from fastbert.testing.error_rule import with_grad
 
 BUDGET_SECONDS = 240.0
 AHEAD = 0.35  # of the budget, at most, to compile before anything is timed

@@ -18,16 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import engines, groups  # noqa: E402
-from bench.lib import served, training, workloads  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.timing import synchronize  # noqa: E402
+from bench.gpu import engines, groups
+from bench.lib import served, training, workloads
+from bench.lib.probe_steps import reason_of
+from bench.lib.timing import synchronize
 
 FORWARDS = ("full", "squad", "latency-128")
 STEPS = {"base": "full", "large": "train", "tiny": "1x128"}

@@ -31,22 +31,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import tools  # noqa: E402
-from bench.lib import lines, workloads  # noqa: E402
-from bench.lib.engines import config_of, encoder_of  # noqa: E402
-from bench.lib.kernels import poisoned  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
-from bench.lib.roofs import TAGS  # noqa: E402
-from fastbert import testing  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+from bench.gpu import tools
+from bench.lib import lines, workloads
+from bench.lib.engines import config_of, encoder_of
+from bench.lib.kernels import poisoned
+from bench.lib.machine import describe
+from bench.lib.probe_steps import reason_of
+from bench.lib.report import Report
+from bench.lib.roofs import TAGS
+from fastbert import testing
+from fastbert.runtime import dispatch
 
 BACKENDS = ("triton", "cuda")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -27,15 +27,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from bench.gpu import engines as gpu_engines  # noqa: E402
-from bench.gpu import groups  # noqa: E402
-from bench.lib import encoder, workloads  # noqa: E402
-from bench.lib.engines import MODELS  # noqa: E402
-from bench.lib.roofs import Roofs  # noqa: E402
+from bench.gpu import engines as gpu_engines
+from bench.gpu import groups
+from bench.lib import encoder, workloads
+from bench.lib.engines import MODELS
+from bench.lib.roofs import Roofs
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"

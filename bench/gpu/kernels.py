@@ -20,18 +20,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import groups  # noqa: E402
-from bench.lib import workloads  # noqa: E402
-from bench.lib.kernels import PASSES, bench_case  # noqa: E402
-from bench.lib.roofs import TAGS, Roofs  # noqa: E402
-from fastbert import testing  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+from bench.gpu import groups
+from bench.lib import workloads
+from bench.lib.kernels import PASSES, bench_case
+from bench.lib.roofs import TAGS, Roofs
+from fastbert import testing
+from fastbert.runtime import dispatch
 
 
 def rows(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> Iterator[dict]:

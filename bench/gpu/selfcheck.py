@@ -12,16 +12,15 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch  # noqa: E402
+import torch
 
-from bench.lib import proven  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.report import Report  # noqa: E402
-from fastbert.testing import proving  # noqa: E402
+from bench.lib import proven
+from bench.lib.machine import describe
+from bench.lib.report import Report
+from fastbert.testing import proving
 
 
 def line(row: dict) -> str:

@@ -30,18 +30,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch  # noqa: E402
+import torch
 
-from bench import footprint, memory  # noqa: E402
-from bench.gpu import groups  # noqa: E402
-from bench.gpu.groups import COMPILED  # noqa: E402
-from bench.lib import attention, training, workloads  # noqa: E402
-from bench.lib.engines import MODELS  # noqa: E402
-from bench.lib.roofs import Roofs  # noqa: E402
+from bench import footprint, memory
+from bench.gpu import groups
+from bench.gpu.groups import COMPILED
+from bench.lib import attention, training, workloads
+from bench.lib.engines import MODELS
+from bench.lib.roofs import Roofs
 
 STEPS = ("training", "training_memory", "attention", "footprint")
 BATCHES = {"base": "full", "large": "train", "tiny": "1x128"}

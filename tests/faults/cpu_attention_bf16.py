@@ -1,7 +1,5 @@
 """Faults of the C++ attention's kernels for AVX-512-BF16, and of the choice of the instruction set."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _SIMD = "csrc/cpu/attention_bf16_simd.cpp"

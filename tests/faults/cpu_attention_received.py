@@ -1,7 +1,5 @@
 """Faults of the C++ attention_received, and of the layer that keeps the tokens that receive most."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/attention_received.cpp"

@@ -1,7 +1,5 @@
 """Faults of the C++ cross_entropy."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _SIMD = "csrc/cpu/cross_entropy_simd.cpp"

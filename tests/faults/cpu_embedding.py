@@ -1,7 +1,5 @@
 """Faults of the C++ embedding, and of the LayerNorm rows it shares."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _SIMD = "csrc/cpu/embedding_simd.cpp"

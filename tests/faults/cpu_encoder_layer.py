@@ -1,7 +1,5 @@
 """Faults of the C++ fused encoder layer."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/encoder_layer.cpp"

@@ -1,7 +1,5 @@
 """Faults of the C++ RMSNorm, NoNorm and returned sum; cpu_embedding.py has those of LayerNorm's rows."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _SIMD = "csrc/cpu/layer_norm_simd.cpp"

@@ -1,7 +1,5 @@
 """Faults of the C++ linear's product of pairs of bf16."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _SIMD = "csrc/cpu/linear_bf16_simd.cpp"

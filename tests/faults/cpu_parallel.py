@@ -1,7 +1,5 @@
 """Faults of the threads: jobs of tasks, teams, working alone and lending tasks."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _CPP = "csrc/cpu/parallel.cpp"

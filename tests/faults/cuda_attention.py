@@ -1,7 +1,5 @@
 """Faults of the CUDA attention's forward, compiled by nvcc and run in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _KERNEL = "csrc/cuda/attention_forward.cuh"

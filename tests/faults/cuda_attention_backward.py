@@ -1,7 +1,5 @@
 """Faults of the CUDA attention's backward, compiled by nvcc and run in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _TILES = "csrc/cuda/attention_backward.cuh"

@@ -1,7 +1,5 @@
 """Faults of attention's forward over short sequences, compiled by nvcc and run in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _ENTRY = "csrc/cuda/attention.cu"

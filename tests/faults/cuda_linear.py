@@ -1,7 +1,5 @@
 """Faults of the CUDA C++ linear, compiled by nvcc and run in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _TILES = "csrc/cuda/linear_tiles.cuh"

@@ -1,7 +1,5 @@
 """Faults of the C++ code that packs batches for graphs and watches models."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _BATCH = "csrc/cpu/host_batch.cpp"

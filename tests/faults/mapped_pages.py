@@ -1,7 +1,5 @@
 """Faults of the C++ code that watches the pages of mapped files and compares samples."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_PLACE, Suite, faults_of
 
 _PAGES = "csrc/cpu/mapped_pages.cpp"

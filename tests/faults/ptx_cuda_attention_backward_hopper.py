@@ -1,7 +1,5 @@
 """Faults of attention's backward for compute capability 9.0, in the PTX emulator: waits, fences, tails, masks."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _DQ = "csrc/cuda/attention_backward_dq_hopper.cu"

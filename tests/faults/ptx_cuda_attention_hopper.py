@@ -1,7 +1,5 @@
 """Faults of attention's forward for compute capability 9.0, in the PTX emulator: masks, waits, rings, rescaling."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _KERNEL = "csrc/cuda/attention_hopper.cuh"

@@ -1,7 +1,5 @@
 """Faults of attention for compute capability 9.0 where two heads of 32 share a block, in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _HOST = "csrc/cuda/attention_hopper.cu"

@@ -1,7 +1,5 @@
 """Faults of encoder layers in one call: wrong operands, overlapping memory, arguments of cuBLASLt."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _LT = "csrc/cuda/cublas_lt.cu"

@@ -1,7 +1,5 @@
 """Faults of the CUDA layer_norm: races, guards, alignment, launch limits, multiply-adds."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _FORWARD = "csrc/cuda/layer_norm.cu"

@@ -1,7 +1,5 @@
 """Faults of the product for compute capability 9.0, in the PTX emulator: barriers, waits, fences, swizzles."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _KERNEL = "csrc/cuda/linear_hopper.cuh"

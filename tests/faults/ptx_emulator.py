@@ -3,8 +3,6 @@
 Those of its engine (warps, barriers, races) are in `ptx_engine.py`.
 """
 
-# ruff: noqa: E501 (a table)
-
 import sys
 
 from tests.support.mutation import Fault, Suite, faults_of

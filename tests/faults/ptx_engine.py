@@ -1,7 +1,5 @@
 """Faults of the PTX emulator: of reading text, of control flow, memory, copies, barriers and reports."""
 
-# ruff: noqa: E501 (a table)
-
 import sys
 
 from tests.support.mutation import Fault, Suite

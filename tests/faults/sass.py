@@ -1,7 +1,5 @@
 """Faults of the lint of machine code, which its listings by hand must catch."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.support.mutation import faults_of, interpreted
 
 _flow = faults_of("tests/support/sass.py")

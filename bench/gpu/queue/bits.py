@@ -21,24 +21,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-import fastbert  # noqa: E402
-from bench.gpu import engines, groups  # noqa: E402
-from bench.lib import served, workloads  # noqa: E402
-from bench.lib.engines import config_of, encoder_of  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.timing import interleave  # noqa: E402
-from fastbert.layers import float8  # noqa: E402
-from fastbert.ops.linear import linear  # noqa: E402
-from fastbert.ops.linear_fp8 import linear_fp8  # noqa: E402
-from fastbert.ops.linear_fp8 import rounded_rows as rounded  # noqa: E402
-from fastbert.ops.linear_int8 import linear_int8, panel_maker  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+import fastbert
+from bench.gpu import engines, groups
+from bench.lib import served, workloads
+from bench.lib.engines import config_of, encoder_of
+from bench.lib.probe_steps import reason_of
+from bench.lib.timing import interleave
+from fastbert.layers import float8
+from fastbert.ops.linear import linear
+from fastbert.ops.linear_fp8 import linear_fp8
+from fastbert.ops.linear_fp8 import rounded_rows as rounded
+from fastbert.ops.linear_int8 import linear_int8, panel_maker
+from fastbert.runtime import dispatch
 
 Calls = dict[str, Callable[[], object]]
 FORMATS = ("bf16", "int8", "fp8")

@@ -18,25 +18,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import fastbert  # noqa: E402
-from bench.gpu import groups  # noqa: E402
-from bench.lib import report, workloads  # noqa: E402
-from bench.lib.engines import config_of  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from fastbert.finetuning.encoded import Encoded, Source  # noqa: E402
-from fastbert.finetuning.losses import losses_of  # noqa: E402
-from fastbert.finetuning.settings import Settings  # noqa: E402
-from fastbert.training.loop import Trainer  # noqa: E402
-from fastbert.training.parallel import Parallel  # noqa: E402
-from fastbert.training.schedules import Schedule  # noqa: E402
-from fastbert.training.stages import Stage  # noqa: E402
+import fastbert
+from bench.gpu import groups
+from bench.lib import report, workloads
+from bench.lib.engines import config_of
+from bench.lib.probe_steps import reason_of
+from fastbert.finetuning.encoded import Encoded, Source
+from fastbert.finetuning.losses import losses_of
+from fastbert.finetuning.settings import Settings
+from fastbert.training.loop import Trainer
+from fastbert.training.parallel import Parallel
+from fastbert.training.schedules import Schedule
+from fastbert.training.stages import Stage
 
 STEPS, LAYERS = 4, 4
 # mixout draws its masks by the device's generator, so its losses are the device's own

@@ -18,12 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from bench.gpu import groups  # noqa: E402
-from bench.lib import report  # noqa: E402
+from bench.gpu import groups
+from bench.lib import report
 
 CALLS = 3
 

@@ -17,16 +17,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import engines, groups  # noqa: E402
-from bench.lib import served, workloads  # noqa: E402
-from bench.lib.timing import synchronize  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+from bench.gpu import engines, groups
+from bench.lib import served, workloads
+from bench.lib.timing import synchronize
+from fastbert.runtime import dispatch
 
 LAUNCHERS = "launchers-bf16"
 ENGINES = ("fastbert-bf16", LAUNCHERS, "accelerated-bf16", "transformers_sdpa-bf16", "torch_encoder-bf16")

@@ -15,18 +15,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import groups  # noqa: E402
-from bench.lib import served, workloads  # noqa: E402
-from bench.lib.engines import config_of, encoder_of, theirs  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.timing import interleave  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+from bench.gpu import groups
+from bench.lib import served, workloads
+from bench.lib.engines import config_of, encoder_of, theirs
+from bench.lib.probe_steps import reason_of
+from bench.lib.timing import interleave
+from fastbert.runtime import dispatch
 
 BATCHES = {"8x128": (128,) * 8, "4x512": (512,) * 4}
 

@@ -15,20 +15,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-import fastbert  # noqa: E402
-from bench.gpu import groups  # noqa: E402
-from bench.lib import training, workloads  # noqa: E402
-from bench.lib.engines import config_of  # noqa: E402
-from bench.lib.timing import interleave  # noqa: E402
-from fastbert.ops import attention as op  # noqa: E402
-from fastbert.ops.linear import linear  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
+import fastbert
+from bench.gpu import groups
+from bench.lib import training, workloads
+from bench.lib.engines import config_of
+from bench.lib.timing import interleave
+from fastbert.ops import attention as op
+from fastbert.ops.linear import linear
+from fastbert.runtime import dispatch
 
 WINDOWS = {"window": (64, 64), "all": (-1, -1)}
 
