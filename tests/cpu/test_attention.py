@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.runtime import loader
 from tests.support.cpu_attention import (
-    _C,
     DTYPES,
     backward,
     check,
@@ -23,8 +21,6 @@ from tests.support.cpu_attention import (
     strided_qkv,
 )
 from tests.support.cpu_checks import assert_same_on_any_threads
-
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 def options_of(lengths, nheads, slack=0):

@@ -11,11 +11,8 @@ from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.ops.dropout import philox_keep
-from fastbert.runtime import loader
-from tests.support.cpu_attention import _C, OFFSET, SEED, backward, forward, own_dtype, randn
+from tests.support.cpu_attention import OFFSET, SEED, backward, forward, own_dtype, randn
 from tests.support.inputs import ends_of
-
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 @pytest.mark.parametrize("p", (0.3, 0.9))  # 0.3: an odd threshold of 16 bits

@@ -8,11 +8,8 @@ import torch
 from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionNeeds
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
-from fastbert.runtime import loader
-from tests.support.cpu_attention import _C, DTYPES, inputs_of, randn
+from tests.support.cpu_attention import DTYPES, inputs_of, randn
 from tests.support.cpu_checks import assert_same_on_any_threads
-
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 # around one block of 24 queries and one panel of 64 keys
 LENGTHS = (1, 23, 0, 65, 130)

@@ -11,9 +11,7 @@ from fastbert.backends import cpu
 from fastbert.ops.attention import AttentionNeeds
 from fastbert.ops.attention_checks import checked_window
 from fastbert.ops.attention_grid import outside_window, pack_bits
-from fastbert.runtime import loader
 from tests.support.cpu_attention import (
-    _C,
     DTYPES,
     backward,
     check,
@@ -25,8 +23,6 @@ from tests.support.cpu_attention import (
     strided_qkv,
 )
 from tests.support.cpu_checks import assert_same_on_any_threads
-
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 WINDOWS = ((0, 0), (1, 0), (0, 25), (7, -1), (-1, 30), (16, 16), (24, 39), (63, 64))
 # around one block of 24 queries, one panel of 64 keys, and a task of 120 queries

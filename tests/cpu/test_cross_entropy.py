@@ -8,14 +8,12 @@ from torch.nn import functional as F
 
 from fastbert.backends import cpu, reference
 from fastbert.ops.cross_entropy import cross_entropy_ref
-from fastbert.runtime import loader
 from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
 IGNORE = -100
 INF, NAN = float("inf"), float("nan")
-pytestmark = pytest.mark.skipif(loader.extension is None, reason=str(loader.missing))
 
 
 def labels_of(rows, classes, labelled=1.0, ignore_index=IGNORE, seed=0):

@@ -9,7 +9,6 @@ import torch
 
 from fastbert.backends import aten, cpu, reference
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.runtime import loader
 from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import (
     HALF,
@@ -26,7 +25,6 @@ SEED = torch.tensor([-0x123456789ABCDEF])
 OFFSET = 2**32 - 7
 WORDS, POSITIONS, TYPES, PAD = 23, 9, 3, 4
 NAMES = ("dword", "dposition", "dsegment", "dinputs_embeds", "dln_weight", "dln_bias")
-pytestmark = pytest.mark.skipif(loader.extension is None, reason=str(loader.missing))
 
 
 def randint(high, count, seed=0):

@@ -13,7 +13,6 @@ from tests.support.launchers import embedding_fwd
 
 DTYPES = (torch.float32, *HALF)
 ROWS = 19
-pytestmark = pytest.mark.skipif(loader.extension is None, reason=str(loader.missing))
 
 
 def table(hidden, bits, gap=3):

@@ -32,7 +32,6 @@ from tests.support.cpu_truth import (
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
 _C = loader.extension
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 @pytest.fixture(autouse=True)

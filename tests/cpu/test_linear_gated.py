@@ -18,7 +18,6 @@ from tests.support.cpu_truth import HALF, activation64, assert_same_bits, randn,
 
 DTYPES = (torch.float32, *HALF)
 _C = loader.extension
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 # rows, depth, columns of a half: parts of panels and of vectors, several passes over the depth, odd depths
 SHAPES = (

@@ -23,7 +23,6 @@ from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
 _C = loader.extension
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 @pytest.fixture(scope="module")

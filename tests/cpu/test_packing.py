@@ -11,7 +11,6 @@ from fastbert.runtime import loader
 from tests.support.cpu_truth import assert_same_bits
 
 _C = loader.extension
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 def bits(rows, inner, dtype, gap=0, seed=0):

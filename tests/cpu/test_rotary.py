@@ -12,7 +12,6 @@ from fastbert.runtime import loader
 from tests.support.cpu_truth import assert_same_bits
 
 _C = loader.extension
-pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -10,8 +10,6 @@ import pytest
 from fastbert.runtime import loader
 from tests.support import cpu_build, sanitized
 
-pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
-
 # the tests of `make test` that run on an extension built with sanitizers
 TESTS = {
     "attention": [f"tests/cpu/test_attention{part}.py" for part in ("", "_dropout", "_scores", "_window")],

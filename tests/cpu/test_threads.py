@@ -21,8 +21,6 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.runtime import loader
 
-pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
-
 
 @pytest.fixture
 def runtime():
