@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
-from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
-from fastbert.ops.linear_int8 import LinearInt8Inputs
+from fastbert.ops.embedding import EmbeddingInputs
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -27,51 +25,24 @@ DTYPES = {
 }
 
 
-def cross_entropy_fwd(
-    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels("cross_entropy").cross_entropy_fwd(logits, labels, ignore_index, label_smoothing)
+def _called(function: str, module: str = "") -> Callable[..., Any]:
+    """`function` of kernels/<module>.py, by default its op's, which is imported at the first call."""
+    module = module or function.rsplit("_", 1)[0]
+    return lambda *args: getattr(kernels(module), function)(*args)
 
 
-def cross_entropy_bwd(
-    dloss: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    backward = kernels("cross_entropy").cross_entropy_bwd
-    return backward(dloss, logits, labels, lse, count, ignore_index, label_smoothing)
+bad_ids = _called("bad_ids", "bad_ids")
+cross_entropy_fwd, cross_entropy_bwd = _called("cross_entropy_fwd"), _called("cross_entropy_bwd")
+embedding_bwd = _called("embedding_bwd")
+layer_norm_fwd, layer_norm_bwd = _called("layer_norm_fwd"), _called("layer_norm_bwd")
+linear_int8_fwd = _called("linear_int8_fwd")
+packing_fwd, packing_bwd = _called("packing_fwd"), _called("packing_bwd")
+pooling_fwd, pooling_bwd = _called("pooling_fwd"), _called("pooling_bwd")
+rotary_fwd, rotary_bwd = _called("rotary_fwd"), _called("rotary_bwd")
 
 
 def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
     return kernels("embedding").embedding_fwd(inputs.in_floats(), save)
-
-
-def bad_ids(device: torch.device) -> Any:
-    return kernels("bad_ids").bad_ids(device)
-
-
-def embedding_bwd(
-    dy: Tensor, saved: EmbeddingSaved, need_dinputs_embeds: bool, need_dln: bool
-) -> tuple[Tensor, ...]:
-    return kernels("embedding").embedding_bwd(dy, saved, need_dinputs_embeds, need_dln)
-
-
-def layer_norm_fwd(inputs: LayerNormInputs, save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    return kernels("layer_norm").layer_norm_fwd(inputs, save, rounded)
-
-
-def layer_norm_bwd(
-    dy: Tensor,
-    saved: LayerNormSaved,
-    need: LayerNormNeeds,
-    drounded: Tensor | None = None,
-    dsum: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    return kernels("layer_norm").layer_norm_bwd(dy, saved, need, drounded, dsum)
 
 
 def linear_fwd(
@@ -106,33 +77,5 @@ def linear_bwd(
     return kernels("linear_backward").linear_bwd(*args)
 
 
-def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
-    return kernels("linear_int8").linear_int8_fwd(inputs)
-
-
 def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
     return kernels("linear_int8").channel_sums(weight)
-
-
-def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
-    return kernels("packing").packing_fwd(x, indices)
-
-
-def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
-    return kernels("packing").packing_bwd(x, indices, rows)
-
-
-def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
-    return kernels("pooling").pooling_fwd(hidden, cu_seqlens, mode)
-
-
-def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
-    return kernels("pooling").pooling_bwd(dy, hidden, y, cu_seqlens, mode)
-
-
-def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    return kernels("rotary").rotary_fwd(x, cos, sin, positions, interleaved)
-
-
-def rotary_bwd(dy: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    return kernels("rotary").rotary_bwd(dy, cos, sin, positions, interleaved)
