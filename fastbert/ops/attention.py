@@ -393,11 +393,13 @@ def attention(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need"; Dao et al. 2022, "FlashAttention".
     """
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        checks.float_tensor(name, t, None if name == "q" else q)
-    cast = checks.autocast_dtype(q)
-    if cast is not None:
-        q, k, v = (t if t.dtype == torch.float64 else t.to(cast) for t in (q, k, v))
+    if k is None or v is None or not checks.are_ordinary(q, k, v):
+        checks.float_tensor("q", q)
+        checks.float_tensor("k", k, q)
+        checks.float_tensor("v", v, q)
+        cast = checks.autocast_dtype(q)
+        if cast is not None:
+            q, k, v = (t if t.dtype == torch.float64 else t.to(cast) for t in (q, k, v))
     check_qkv(q, k, v, cu_seqlens)
     nheads, headdim = q.shape[-2:]
     padded, rows = q.dim() == 4, q.shape[:-2]
@@ -410,11 +412,12 @@ def attention(
     else:
         cu_seqlens, max_seqlen = check_lengths(cu_seqlens, max_seqlen, q)
         batch = cu_seqlens.shape[0] - 1
-    table = checked_table(places, None if padded else cu_seqlens, max_seqlen, q)
+    table = None if places is None else checked_table(places, None if padded else cu_seqlens, max_seqlen, q)
     softmax_scale = checked_scale(softmax_scale, headdim)
     seen = checked_window(causal, window, None if torch.compiler.is_compiling() else max_seqlen)
-    bias = check_bias(bias, batch, nheads, max_seqlen, q)
-    relative = checked_relative(relative, rows, batch, max_seqlen, q)
+    bias = None if bias is None else check_bias(bias, batch, nheads, max_seqlen, q)
+    if relative is not None:
+        relative = checked_relative(relative, rows, batch, max_seqlen, q)
     if gate is not None:
         checks.float_tensor("gate", gate, q)
         checks.shape("gate", gate, (nheads,))

@@ -56,7 +56,8 @@ def check_lengths(cu_seqlens: Tensor | None, max_seqlen: int | None, q: Tensor) 
         raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens: expected int32, got {cu_seqlens.dtype}")
-    checks.same_device("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.device != q.device:
+        checks.same_device("cu_seqlens", cu_seqlens, q)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens: expected shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):

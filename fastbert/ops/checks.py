@@ -7,8 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise, repeat
-from operator import attrgetter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ TensorOrNone = Any
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _KINDS = frozenset(_ORDINARY)
-_dtype_of, _device_of, _layout_of = map(attrgetter, ("dtype", "device", "layout"))
+# `torch.is_autocast_enabled` of a device's type takes four times as long
+_any_autocast = torch._C._is_any_autocast_enabled
 _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
 
 
@@ -35,29 +35,62 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> torc
     return t
 
 
+def float_tensors(like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """`float_tensor` of each that is not None."""
+    for name, t in tensors.items():
+        if t is not None:
+            float_tensor(name, t, like)
+
+
+def are_ordinary(x: Any, *others: Any) -> bool:
+    """Whether backends may take these tensors as they are, so that only shapes and values are left to check.
+
+    All are of `x`'s dtype and device, with the last dimension contiguous; the others may be None. There is no
+    autocast, and torch.compile does not trace the call. This runs at every call: one loop takes a third of
+    the time of checks one by one, which are for calls where it is false.
+    """
+    if torch.compiler.is_compiling() or type(x) not in _KINDS:
+        return False
+    dtype, device = x.dtype, x.device
+    if dtype not in FLOATS or _any_autocast():
+        return False
+    for t in (x, *others):
+        if t is not None and (
+            type(t) not in _KINDS
+            or t.dtype is not dtype
+            or t.device != device
+            or t.layout is not torch.strided
+            or not (t.is_contiguous() or t.stride(-1) == 1)
+        ):
+            return False
+    return True
+
+
 def are_plain(tensors: list[Any], dtypes: list[torch.dtype], sizes: list[tuple[Any, ...]]) -> bool:
     """Whether kernels may read these tensors of a call of inference as they are.
 
-    This runs at every call, so C code walks the list. Where it is true, only values are left to check.
+    Where it is true, only values are left to check. This runs at every call.
 
     Args:
         tensors: objects that may be tensors.
         dtypes, sizes: the dtype and the shape that each tensor must have; each has a dimension.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _KINDS.issuperset(map(type, tensors)):
+    if torch.is_grad_enabled() or dtypes[0] not in FLOATS or not are_ordinary(tensors[0]):
         return False
-    count, device = len(tensors), tensors[0].device
-    return (
-        dtypes[0] in FLOATS
-        and [*map(_dtype_of, tensors)] == dtypes
-        and [*map(_device_of, tensors)] == [device] * count
-        and [*map(_layout_of, tensors)] == [torch.strided] * count
-        and [*map(torch.Tensor.size, tensors)] == sizes
-        and [*map(torch.Tensor.stride, tensors, repeat(-1))] == [1] * count
-        and not any(map(_is_neg, tensors))
-        and not any(map(_is_zero, tensors))
-        and not torch.is_autocast_enabled(device.type)
-    )
+    device = tensors[0].device
+    for t, dtype, size in zip(tensors, dtypes, sizes, strict=True):
+        if (
+            type(t) not in _KINDS
+            or t.dtype is not dtype
+            or t.device != device
+            or t.layout is not torch.strided
+            or t.shape != size
+            or t.stride(-1) != 1
+            or _is_neg(t)
+            or _is_zero(t)
+        ):
+            return False
+    return True
 
 
 def own_elements(name: str, t: torch.Tensor) -> None:
@@ -132,6 +165,13 @@ def shape(name: str, t: torch.Tensor, expected: tuple[Any, ...]) -> None:
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(t.shape)}")
 
 
+def shapes(expected: tuple[Any, ...], **tensors: torch.Tensor | None) -> None:
+    """Each tensor that is not None must have exactly this shape."""
+    for name, t in tensors.items():
+        if t is not None and t.shape != expected:
+            shape(name, t, expected)
+
+
 def dropout(
     dropout_p: float, seed: torch.Tensor | None, offset: int, like: torch.Tensor
 ) -> torch.Tensor | None:
@@ -185,6 +225,13 @@ def same_dtype(name: str, t: torch.Tensor, other: str, like: torch.Tensor) -> No
         raise TypeError(f"{name}: expected {other}'s dtype {like.dtype}, got {t.dtype}")
 
 
+def same_dtypes(x: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Each tensor that is not None must have the dtype of `x`."""
+    for name, t in tensors.items():
+        if t is not None:
+            same_dtype(name, t, "x", x)
+
+
 def rows(t: torch.Tensor) -> torch.Tensor:
     """The 2-D view (rows, last dimension) of `t`, copied only where the last dimension has gaps."""
     if t.dim() != 2:
@@ -215,7 +262,7 @@ def ids_in_range(name: str, what: str, ids: torch.Tensor, size: int, table: str)
     """Every id must index a table of `size` rows. Looks at CPU tensors only: a GPU would have to sync."""
     if not has_values(ids) or ids.numel() == 0 or torch.compiler.is_compiling():
         return
-    low, high = (value.item() for value in torch.aminmax(ids))
+    low, high = map(torch.Tensor.item, torch.aminmax(ids))
     if low < 0 or high >= size:
         raise ValueError(f"{name}: {what} {low if low < 0 else high} is out of range for {table} of {size}")
 

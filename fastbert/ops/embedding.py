@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fastbert.ops import checks, integer_table
 from fastbert.ops.checks import TensorOrNone
-from fastbert.ops.layer_norm import layer_norm_ref, widened
+from fastbert.ops.layer_norm import NARROW, layer_norm_ref, widened
 from fastbert.runtime import dispatch
 
 
@@ -426,19 +426,22 @@ def embedding(
     like = (source_name if inputs_embeds is None else "inputs_embeds", source, shape)
     position_ids, position = _check_table("position", position, "position_ids", position_ids, *like)
     token_type_ids, segment = _check_table("segment", segment, "token_type_ids", token_type_ids, *like)
-    for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
-        checks.float_tensor(name, vector, source)
-        checks.shape(name, vector, (hidden,))
+    floats = word if word_scale is None else None
+    trainable = inputs_embeds, floats, position, segment, ln_weight, ln_bias
+    ordinary = not (ln_weight is None or ln_bias is None) and checks.are_ordinary(source, *trainable)
+    if not ordinary:
+        checks.float_tensor("ln_weight", ln_weight, source)
+        checks.float_tensor("ln_bias", ln_bias, source)
+    checks.shapes((hidden,), ln_weight=ln_weight, ln_bias=ln_bias)
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, source)
     promoted = source.dtype
-    if checks.autocast_dtype(source) is not None:
-        promoted = torch.promote_types(promoted, ln_weight.dtype)
-    ln_weight, ln_bias = (checks.norm_vector(v, source.dtype) for v in (ln_weight, ln_bias))
-
-    floats = word if word_scale is None else None
-    trainable = widened(source, inputs_embeds, floats, position, segment, ln_weight, ln_bias)
-    inputs_embeds, floats, position, segment, ln_weight, ln_bias = trainable
+    if not ordinary or hidden <= NARROW:
+        if checks.autocast_dtype(source) is not None:
+            promoted = torch.promote_types(promoted, ln_weight.dtype)
+        ln_weight, ln_bias = (checks.norm_vector(v, source.dtype) for v in (ln_weight, ln_bias))
+        trainable = widened(source, inputs_embeds, floats, position, segment, ln_weight, ln_bias)
+        inputs_embeds, floats, position, segment, ln_weight, ln_bias = trainable
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
     word = floats if word_scale is None else word
     tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
@@ -497,4 +500,6 @@ def _check_table(name, table, ids_name, ids, source_name, like, shape) -> tuple[
 
 
 def _flat_ids(ids: Tensor, shape: torch.Size) -> Tensor:
+    if ids.dtype is torch.int64 and ids.shape == shape and ids.is_contiguous():
+        return ids.view(-1)
     return ids.to(torch.int64).expand(shape).reshape(-1).contiguous()  # reshape may keep strides

@@ -280,9 +280,12 @@ def feed_forward(
 
     Source: Vaswani et al. 2017, sec. 3.3.
     """
-    checks.float_tensor("x", x)
-    checks.float_tensor("up_weight", up_weight, x)
-    checks.float_tensor("down_weight", down_weight, x)
+    needed = up_weight is not None and down_weight is not None
+    ordinary = needed and checks.are_ordinary(x, up_weight, up_bias, down_weight)
+    if not ordinary:
+        checks.float_tensor("up_weight", up_weight, checks.float_tensor("x", x))
+        checks.float_tensor("down_weight", down_weight, x)
+        checks.float_tensors(x, up_bias=up_bias)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
     if up_weight.dim() != 2 or up_weight.shape[1] != x.shape[-1] or up_weight.shape[0] == 0:
@@ -290,20 +293,16 @@ def feed_forward(
     inner = _inner_columns(up_weight.shape[0], activation, gated)
     if down_weight.dim() != 2 or down_weight.shape[1] != inner or down_weight.shape[0] == 0:
         raise ValueError(f"down_weight: expected shape (out, {inner}), got {tuple(down_weight.shape)}")
-    if up_bias is not None:
-        checks.float_tensor("up_bias", up_bias, x)
-        checks.shape("up_bias", up_bias, up_weight.shape[:1])
-    shape = (*x.shape[:-1], down_weight.shape[0])
-    wide = None, None
-    if narrows(x, up_weight) and narrows(x, down_weight):
-        wide, up_weight, down_weight = (up_weight, down_weight), up_weight.detach(), down_weight.detach()
-    x, up_weight, up_bias, down_weight = checks.under_autocast(x, up_weight, up_bias, down_weight)
-    checks.same_dtype("up_weight", up_weight, "x", x)
-    checks.same_dtype("down_weight", down_weight, "x", x)
-    if up_bias is not None:
-        checks.same_dtype("up_bias", up_bias, "x", x)
-        up_bias = up_bias.contiguous()
-    tensors = (checks.rows(x), checks.rows(up_weight), up_bias, checks.rows(down_weight))
+    checks.shapes(up_weight.shape[:1], up_bias=up_bias)
+    shape, wide = (*x.shape[:-1], down_weight.shape[0]), (None, None)
+    if not ordinary:
+        if narrows(x, up_weight) and narrows(x, down_weight):
+            wide, up_weight, down_weight = (up_weight, down_weight), up_weight.detach(), down_weight.detach()
+        x, up_weight, up_bias, down_weight = checks.under_autocast(x, up_weight, up_bias, down_weight)
+        checks.same_dtypes(x, up_weight=up_weight, down_weight=down_weight, up_bias=up_bias)
+        up_weight, down_weight = checks.rows(up_weight), checks.rows(down_weight)
+        up_bias = None if up_bias is None else up_bias.contiguous()
+    tensors = checks.rows(x), up_weight, up_bias, down_weight
     given = (*tensors, *wide)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if torch.compiler.is_compiling():

@@ -156,16 +156,11 @@ def first_attention(
     if q.dim() != 3 or 0 in q.shape[1:]:
         raise ValueError(f"q: expected shape (batch, nheads, head_dim), got {tuple(q.shape)}")
     batch, nheads, head_dim = q.shape
-    shapes = {
-        "key_weight": (key_weight, (nheads * head_dim, x.shape[1])),
-        "value_weight": (value_weight, (nheads * head_dim, x.shape[1])),
-        "value_bias": (value_bias, (nheads * head_dim,)),
-    }
-    for name, (t, shape) in shapes.items():
-        if t is not None or name != "value_bias":
-            t = checks.float_tensor(name, t, x)
-            checks.shape(name, t, shape)
-            checks.same_dtype(name, t, "x", x)
+    for name, weight in (("key_weight", key_weight), ("value_weight", value_weight)):
+        checks.shape(name, checks.float_tensor(name, weight, x), (nheads * head_dim, x.shape[1]))
+    checks.float_tensors(x, value_bias=value_bias)
+    checks.shapes((nheads * head_dim,), value_bias=value_bias)
+    checks.same_dtypes(x, key_weight=key_weight, value_weight=value_weight, value_bias=value_bias)
     longest = _longest(cu_seqlens, batch, x, max_seqlen)
     if bias is not None:
         checks.float_tensor("bias", bias, x)

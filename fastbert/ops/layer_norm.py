@@ -476,30 +476,31 @@ def no_norm(
 def _norm(inputs: LayerNormInputs, rounded: bool) -> Tensor | tuple[Tensor, ...]:
     """All kinds, of arguments as they came."""
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum = inputs
-    checks.float_tensor("x", x)
+    ordinary = weight is not None and checks.are_ordinary(x, weight, bias, residual, x_bias)
+    if not ordinary:
+        checks.float_tensor("weight", weight, checks.float_tensor("x", x))
+        checks.float_tensors(x, bias=bias, x_bias=x_bias, residual=residual)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
-    hidden = x.shape[-1]
-    for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
-        if vector is not None or name == "weight":
-            checks.shape(name, checks.float_tensor(name, vector, x), (hidden,))
-    if residual is not None:
-        checks.float_tensor("residual", residual, x)
+    checks.shapes(x.shape[-1:], weight=weight, bias=bias, x_bias=x_bias)
+    if residual is not None and residual.shape != x.shape:
         checks.shape("residual", residual, x.shape)
-        if residual.dtype != x.dtype and not _takes_both(x, residual):
-            promoted = torch.promote_types(x.dtype, residual.dtype)
-            x, residual = x.to(promoted), residual.to(promoted)
-    elif checks.autocast_dtype(x) is not None:
-        # as in PyTorch, a norm returns the parameters' precision under autocast
-        x = x.to(torch.promote_types(x.dtype, weight.dtype))
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, x)
-    given, shape, dtype = x, x.shape, x.dtype if residual is None else residual.dtype
-    weight, bias, x_bias = (checks.norm_vector(v, dtype) for v in (weight, bias, x_bias))
-    x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
-    x = checks.rows(x)
-    twice = rounded and x.dtype != dtype and residual is not None and residual.dtype == dtype
-    residual = None if residual is None else checks.rows(residual)
+    given, shape, dtype, twice = x, x.shape, x.dtype, False
+    if not ordinary or shape[-1] <= NARROW:
+        if residual is not None and residual.dtype != x.dtype and not _takes_both(x, residual):
+            dtype = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(dtype), residual.to(dtype)
+        elif residual is None and checks.autocast_dtype(x) is not None:
+            # as in PyTorch, a norm returns the parameters' precision under autocast
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        given, dtype = x, x.dtype if residual is None else residual.dtype
+        weight, bias, x_bias = (checks.norm_vector(v, dtype) for v in (weight, bias, x_bias))
+        x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
+        twice = rounded and x.dtype != dtype and residual is not None and residual.dtype == dtype
+    if not ordinary or len(shape) != 2:
+        x, residual = checks.rows(x), None if residual is None else checks.rows(residual)
     inputs = LayerNormInputs(
         x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset, kind, return_sum
     )

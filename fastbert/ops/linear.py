@@ -134,9 +134,7 @@ def operands(
     if wide and dtype is not None and reads_wide(x.device, dtype, op):
         return x.to(dtype), weight, bias
     x, weight, bias = checks.under_autocast(x, weight, bias)
-    checks.same_dtype("weight", weight, "x", x)
-    if bias is not None:
-        checks.same_dtype("bias", bias, "x", x)
+    checks.same_dtypes(x, weight=weight, bias=bias)
     return x, weight, bias
 
 
@@ -332,32 +330,29 @@ def linear(
 
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
     """
-    checks.float_tensor("x", x)
-    checks.float_tensor("weight", weight, x)
+    ordinary = weight is not None and checks.are_ordinary(x, weight, bias, residual, panels)
+    if not ordinary:
+        checks.float_tensor("weight", weight, checks.float_tensor("x", x))
+        checks.float_tensors(x, bias=bias, residual=residual, panels=panels)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
-    out = weight.shape[0]
-    shape = (*x.shape[:-1], activated_columns(out, activation, gated))
-    if bias is not None:
-        checks.float_tensor("bias", bias, x)
-        checks.shape("bias", bias, (out,))
-    if residual is not None:
-        checks.float_tensor("residual", residual, x)
-        checks.shape("residual", residual, shape)
-    if panels is not None:
-        checks.float_tensor("panels", panels, x)
-    wide = weight if activation is None and residual is None and narrows(x, weight) else None
-    x, weight, bias = operands(x, weight if wide is None else weight.detach(), bias)
-    bias = None if bias is None else bias.contiguous()
-    if panels is not None:
-        checks.same_dtype("panels", panels, "x", x)
-    if residual is not None and residual.dtype != x.dtype:
-        return linear(x, weight, bias, activation, panels=panels, gated=gated) + residual
-
-    x, weight = checks.rows(x), checks.rows(weight)
-    residual = None if residual is None else checks.rows(residual)
+    shape = (*x.shape[:-1], activated_columns(weight.shape[0], activation, gated))
+    checks.shapes(weight.shape[:1], bias=bias)
+    checks.shapes(shape, residual=residual)
+    wide = None
+    if not ordinary:
+        if activation is None and residual is None and narrows(x, weight):
+            wide, weight = weight, weight.detach()
+        x, weight, bias = operands(x, weight, bias)
+        bias = None if bias is None else bias.contiguous()
+        checks.same_dtypes(x, panels=panels)
+        if residual is not None and residual.dtype != x.dtype:
+            return linear(x, weight, bias, activation, panels=panels, gated=gated) + residual
+        weight = checks.rows(weight)
+    if not ordinary or len(shape) != 2:
+        x, residual = checks.rows(x), None if residual is None else checks.rows(residual)
     grad = torch.is_grad_enabled()
     save = grad and any(t is not None and t.requires_grad for t in (x, weight, bias, wide))
     args = (x, weight, bias, activation, residual, save)

@@ -135,28 +135,25 @@ def linear_norm(
     checks.float_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
-    checks.float_tensor("weight", weight, x)
-    checks.same_dtype("weight", weight, "x", x)
+    for name, t in (("weight", weight), ("residual", residual), ("norm_weight", norm_weight)):
+        checks.float_tensor(name, t, x)
+    checks.float_tensors(x, bias=bias, norm_bias=norm_bias)
+    checks.same_dtypes(x, weight=weight, bias=bias, residual=residual)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
-    out = weight.shape[0]
-    shape = (*x.shape[:-1], out)
-    if bias is not None:
-        checks.float_tensor("bias", bias, x)
-        checks.same_dtype("bias", bias, "x", x)
-        checks.shape("bias", bias, (out,))
-        bias = bias.contiguous()
-    checks.float_tensor("residual", residual, x)
-    checks.same_dtype("residual", residual, "x", x)
-    checks.shape("residual", residual, shape)
-    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if vector is not None or name == "norm_weight":
-            checks.shape(name, checks.float_tensor(name, vector, x), (out,))
+    shape = (*x.shape[:-1], weight.shape[0])
+    checks.shapes(weight.shape[:1], bias=bias, norm_weight=norm_weight, norm_bias=norm_bias)
+    checks.shapes(shape, residual=residual)
     eps = checks.eps(eps)
     if arrivals is not None:
         _check_arrivals(arrivals, x)
     norm_weight, norm_bias = (checks.norm_vector(v, x.dtype) for v in (norm_weight, norm_bias))
-    rows = checks.rows(x), checks.rows(weight), bias, checks.rows(residual)
+    rows = (
+        checks.rows(x),
+        checks.rows(weight),
+        bias if bias is None else bias.contiguous(),
+        checks.rows(residual),
+    )
     inputs = LinearNormInputs(*rows, norm_weight, norm_bias, eps, arrivals)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(

@@ -181,6 +181,8 @@ _resolved: dict[tuple[Any, ...], Any] = {}
 _UNKNOWN: Any = object()
 # The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
 _TensorBase = torch._C.TensorBase
+# Asking for one device's type takes four times as long
+_any_autocast = torch._C._is_any_autocast_enabled
 _is_neg, _is_zero = _TensorBase.is_neg, _TensorBase._is_zerotensor
 # How often the pins have changed. A choice made before a change is not kept after it.
 _changes = 0
@@ -260,7 +262,7 @@ def call(function: str, key: torch.Tensor, *args: Any) -> Any:
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:
         launch = _resolve(function, device, key.dtype)
-    if torch.is_autocast_enabled(device.type):
+    if _any_autocast() and torch.is_autocast_enabled(device.type):
         # The op has cast its inputs already; kernels must not cast them again. The context manager that does
         # the same takes the host as long as a launch.
         torch.set_autocast_enabled(device.type, False)
