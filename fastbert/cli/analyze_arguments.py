@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastbert.cli.usage import DEVICE, adder
+
 
 def add_analyze(commands: Any) -> None:
     """The analyze command."""
@@ -21,96 +23,70 @@ def add_analyze(commands: Any) -> None:
         "arrays (.npz) and pictures (.svg, .png). It appears whole at the end, or not at all.",
         epilog="Example:\n  fastbert analyze attention --model DIR --input texts.txt --output attention",
     )
-    add = command.add_argument
+    add = adder(command)
     kinds = ("attention", "patterns", "heads", "importance", "fixed", "change", "effective", "geometry")
-    add("kind", choices=(*kinds, "report", "syntax", "probe", "links", "starts"), help="what to compute")
-    add("--model", required=True, metavar="DIR", help="a HuggingFace directory")
+    add("kind", "what to compute", choices=(*kinds, "report", "syntax", "probe", "links", "starts"))
+    add("--model DIR", "a HuggingFace directory", required=True)
     add(
-        "--input",
-        metavar="FILE",
-        help='examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or with SQuAD\'s '
+        "--input FILE",
+        'examples: .txt or .tsv, one per line; or .jsonl, objects with a "text", or with SQuAD\'s '
         '"question" and "context"; default: none, which only syntax, probe and links accept',
     )
+    add("--conllu FILE", "syntax, probe, report: a treebank in the CoNLL-U format; default: none")
     add(
-        "--conllu",
-        metavar="FILE",
-        help="syntax, probe, report: a treebank in the CoNLL-U format; default: none",
-    )
-    add(
-        "--edges",
-        metavar="FILE",
-        help='probe, links: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: '
-        "none",
+        "--edges FILE",
+        'probe, links: labelled spans, .jsonl with "text" and "targets" as jiant has them; default: none',
     )
     add(
         "--probe",
+        "probe: labels, by F1, description length or beside a control task; or trees (default edge)",
         choices=("edge", "mdl", "control", "structural"),
-        help="probe: labels, by F1, description length or beside a control task; or trees (default edge)",
     )
     add(
         "--label",
+        "probe: what is predicted for each word of a treebank (default upos)",
         choices=("upos", "relation"),
-        help="probe: what is predicted for each word of a treebank (default upos)",
     )
-    add("--output", required=True, metavar="DIR", help="a new directory")
-    add(
-        "--against",
-        metavar="DIR",
-        help="change, report: a second model, such as the fine-tuned one; default: none",
-    )
+    add("--output DIR", "a new directory", required=True)
+    add("--against DIR", "change, report: a second model, such as the fine-tuned one; default: none")
     add(
         "--pairs",
-        action="store_true",
-        help='pairs of texts, with a tab between or as "pair"; an encoder without a head reads each alone',
+        'pairs of texts, with a tab between or as "pair"; an encoder without a head reads each alone',
     )
     add(
-        "--labels",
-        metavar="KEY",
-        help="heads, importance, fixed, report, starts: key of the labels in a .jsonl file. A label is a "
+        "--labels KEY",
+        "heads, importance, fixed, report, starts: key of the labels in a .jsonl file. A label is a "
         "class; for an encoder without a head the cosine of a pair (default none); for question answering "
         "SQuAD's answers (default answers)",
     )
-    add(
-        "--unit",
-        choices=("head", "all-but-one", "layer"),
-        help="heads: what is removed (default head)",
-    )
+    add("--unit", "heads: what is removed (default head)", choices=("head", "all-but-one", "layer"))
     add(
         "--mode",
-        choices=("zero", "uniform", "skip"),
-        help="heads, report: a removed head's output is 0, or that of looking at all tokens alike, or a "
+        "heads, report: a removed head's output is 0, or that of looking at all tokens alike, or a "
         "layer is skipped (default zero)",
+        choices=("zero", "uniform", "skip"),
     )
     add(
-        "--annotations",
-        metavar="FILE",
-        help='patterns: your labels, JSON lines {"example": 0, "layer": 0, "head": 3, "pattern": "block"}, '
+        "--annotations FILE",
+        'patterns: your labels, JSON lines {"example": 0, "layer": 0, "head": 3, "pattern": "block"}, '
         "to which a classifier is fitted; default: thresholds",
     )
     add(
-        "--assignment",
-        metavar="FILE",
-        help='fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern '
+        "--assignment FILE",
+        'fixed: JSON lines {"layer": 0, "head": 3, "pattern": "previous"}; default: the pattern '
         "nearest to each head",
     )
-    add("--epochs", type=int, metavar="N", help="starts: number of times each example is seen (default 3)")
-    add("--batch-size", type=int, metavar="N", help="starts: examples per step (default 32)")
-    add("--lr", type=float, metavar="X", help="starts: the largest learning rate (default 2e-5)")
-    add("--max-examples", type=int, default=1000, metavar="N", help="most examples (default 1000)")
+    add("--epochs N", "starts: number of times each example is seen (default 3)")
+    add("--batch-size N", "starts: examples per step (default 32)")
+    add("--lr X", "starts: the largest learning rate (default 2e-5)")
+    add("--max-examples N", "most examples", 1000)
     add(
         "--on-long",
-        choices=("truncate", "error"),
-        help="what to do with a text that is longer than the model reads (default error; in a treebank such "
+        "what to do with a text that is longer than the model reads (default error; in a treebank such "
         "sentences are left out)",
+        choices=("truncate", "error"),
     )
-    add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens at a time (default 4096)")
-    add(
-        "--max-bytes",
-        type=int,
-        metavar="N",
-        help="report, syntax: most memory of the attention maps of a layer (default 256 MiB)",
-    )
-    add(
-        "--seed", type=int, default=0, metavar="N", help="seed of masks, random orders, resamples (default 0)"
-    )
-    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--batch-tokens N", "most tokens at a time", 4096)
+    add("--max-bytes N", "report, syntax: most memory of the attention maps of a layer (default 256 MiB)")
+    add("--seed N", "seed of masks, random orders, resamples", 0)
+    add(*DEVICE)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fastbert.cli.usage import UsageError
+from fastbert.cli.usage import DEVICE, PROGRESS, UsageError, adder, numbers
 
 GLUE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")
 TASKS = (*GLUE, "squad", "squad2", "swag", "race", "ner", "ner-features", "csv")
@@ -63,13 +63,6 @@ def task_options(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        return [float(rate) for rate in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
-
-
 def _numbers(kind: str) -> Callable[[str], Any]:
     """Reads the fields of FreeLB or Smart, numbers with commas between, as many as are given."""
 
@@ -102,132 +95,106 @@ def add_finetune(commands: Any) -> None:
         epilog="Example, for train.csv and dev.csv with the columns text and label:\n"
         "  fastbert finetune csv --model bert-base-uncased --data reviews --output trained",
     )
-    add = command.add_argument
+    add = adder(command)
     add(
-        "task",
-        choices=(*TASKS, "glue"),
-        metavar="TASK",
-        help="csv, ner, ner-features, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, "
+        "task TASK",
+        "csv, ner, ner-features, squad, squad2, swag, race, one of GLUE's (cola, sst2, mrpc, stsb, "
         "qqp, mnli, qnli, rte, wnli), or glue for eight of them, one after the other",
+        choices=(*TASKS, "glue"),
     )
     add(
-        "--model",
-        metavar="DIR",
-        help="a HuggingFace directory, or a name on the hub; default: none, as --predict-only accepts",
+        "--model DIR",
+        "a HuggingFace directory, or a name on the hub; default: none, as --predict-only accepts",
     )
-    add("--data", required=True, metavar="DIR", help="the folder of the task's official files")
-    add("--output", required=True, metavar="DIR", help="the folder of the trained model; glue: one per task")
-    add("--lr", type=_rates, metavar="X,…", help="learning rates, one run each; default: the task's")
-    for name, kind, text in (
-        ("epochs", float, "passes over the training examples; default: the task's"),
-        ("batch-size", int, "examples per step; default: the task's"),
-        ("max-length", int, "most tokens of a sequence; default: the task's"),
-        ("restarts", int, "runs per learning rate, each with its own seed (default 1)"),
-        ("seed", int, "seed of the first restart: new head, dropout, order (default 0)"),
-        ("layer-decay", float, "factor of the learning rate per layer below the head (default 1)"),
-        ("reinit", int, "top layers that begin anew, with the pooler (default 0)"),
-    ):
-        add(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="bf16, fp16: autocast (default fp32)")
-    add("--freeze", action="store_true", default=None, help="train the head and the pooler alone")
+    add("--data DIR", "the folder of the task's official files", required=True)
+    add("--output DIR", "the folder of the trained model; glue: one per task", required=True)
+    add("--lr X,…", "learning rates, one run each; default: the task's", type=numbers)
+    add("--epochs X", "passes over the training examples; default: the task's")
+    add("--batch-size N", "examples per step; default: the task's")
+    add("--max-length N", "most tokens of a sequence; default: the task's")
+    add("--restarts N", "runs per learning rate, each with its own seed (default 1)")
+    add("--seed N", "seed of the first restart: new head, dropout, order (default 0)")
+    add("--layer-decay X", "factor of the learning rate per layer below the head (default 1)")
+    add("--reinit N", "top layers that begin anew, with the pooler (default 0)")
+    add("--dtype", "bf16, fp16: autocast (default fp32)", choices=("fp32", "bf16", "fp16"))
+    add("--freeze", "train the head and the pooler alone", default=None)
     text = "round in training as int8 or int4 will; the files keep floats (default: no rounding)"
-    add("--qat", choices=("int8", "int4"), help=text)
-    add("--random-init", action="store_true", default=None, help="begin with random weights")
-    add("--intermediate", metavar="DIR", help="data to train on before; default: none")
+    add("--qat", text, choices=("int8", "int4"))
+    add("--random-init", "begin with random weights", default=None)
+    add("--intermediate DIR", "data to train on before; default: none")
     add(
-        "--intermediate-task",
+        "--intermediate-task TASK",
+        "the task of --intermediate (default: TASK), such as mnli for rte",
         choices=TASKS,
-        metavar="TASK",
-        help="the task of --intermediate (default: TASK), such as mnli for rte",
     )
-    add("--head-mix", action="store_true", default=None, help="the head reads a learned mix of all layers")
-    add("--head-layers", type=int, metavar="N", help="new layers on top of the model (default 0)")
-    add("--head-bilstm", action="store_true", default=None, help="a BiLSTM between the model and the head")
+    add("--head-mix", "the head reads a learned mix of all layers", default=None)
+    add("--head-layers N", "new layers on top of the model (default 0)")
+    add("--head-bilstm", "a BiLSTM between the model and the head", default=None)
+    add("--beside DIR", "a second model that the head reads and that learns too; default: none")
+    add("--workers N", "processes that make batches", 0)
+    add(*DEVICE)
+    add(*PROGRESS)
     add(
-        "--beside",
-        metavar="DIR",
-        help="a second model that the head reads and that learns too; default: none",
+        "--predict-only", "train nothing: write the prediction files of --output's model again and score them"
     )
-    add("--workers", type=int, default=0, metavar="N", help="processes that make batches (default 0)")
-    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
-    add(
-        "--predict-only",
-        action="store_true",
-        help="train nothing: write the prediction files of --output's model again and score them",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of the table")
-    add = command.add_argument_group("steadier and better").add_argument
-    add("--stable", action="store_true", default=None, help="20 epochs, batch 16, lr 2e-5, eps 1e-6")
+    add("--json", "print one JSON object instead of the table")
+    add = adder(command.add_argument_group("steadier and better"))
+    add("--stable", "20 epochs, batch 16, lr 2e-5, eps 1e-6", default=None)
     add(
         "--optimizer",
+        "-google: without correction of bias (default adamw)",
         choices=("adamw", "adamw-google"),
-        help="-google: without correction of bias (default adamw)",
     )
-    add("--weight-decay", type=float, metavar="X", help="of AdamW (default 0.01)")
-    text = "weights decay to the checkpoint's, not to 0"
-    add("--decay-to-start", action="store_true", default=None, help=text)
-    text = "the probability that a layer is skipped in a micro-batch (default 0)"
-    add("--layerdrop", type=float, metavar="P", help=text)
-    text = "in place of dropout: the probability of a checkpoint's weight, such as 0.7 (default 0)"
-    add("--mixout", type=float, metavar="P", help=text)
-    add("--mixout-mask", choices=("column", "element"), help="draws per input or per weight (default column)")
-    for kind, values, text in (
-        ("FreeLB", "K,LR,INIT,BALL", "adversarial training in K passes per step (default 3,0.1,1,null)"),
-        (
-            "Smart",
-            "WEIGHT,LR,NOISE,MOMENTUM",
-            "smoothness beside the loss, in three forwards per step (default 1,1e-3,1e-5,0)",
-        ),
-    ):
-        add(f"--{kind.lower()}", nargs="?", const=True, type=_numbers(kind), metavar=values, help=text)
-    add = command.add_argument_group("smaller: movement pruning").add_argument
+    add("--weight-decay X", "of AdamW (default 0.01)")
+    add("--decay-to-start", "weights decay to the checkpoint's, not to 0", default=None)
+    add("--layerdrop P", "the probability that a layer is skipped in a micro-batch (default 0)")
+    add(
+        "--mixout P", "in place of dropout: the probability of a checkpoint's weight, such as 0.7 (default 0)"
+    )
+    add("--mixout-mask", "draws per input or per weight (default column)", choices=("column", "element"))
+    text = "adversarial training in K passes per step (default 3,0.1,1,null)"
+    add("--freelb K,LR,INIT,BALL", text, nargs="?", const=True, type=_numbers("FreeLB"))
+    text = "smoothness beside the loss, in three forwards per step (default 1,1e-3,1e-5,0)"
+    add("--smart WEIGHT,LR,NOISE,MOMENTUM", text, nargs="?", const=True, type=_numbers("Smart"))
+    add = adder(command.add_argument_group("smaller: movement pruning"))
     add(
         "--movement",
-        choices=("hard", "soft"),
-        help="also learn what the model can do without; lr, epochs and batch are then 3e-5, 10 and 16 "
+        "also learn what the model can do without; lr, epochs and batch are then 3e-5, 10 and 16 "
         "(default: no pruning)",
+        choices=("hard", "soft"),
     )
     add(
         "--movement-units",
-        choices=("weights", "blocks"),
-        help="blocks: heads and neurons, which are removed; weights become zeros, which saves no time "
+        "blocks: heads and neurons, which are removed; weights become zeros, which saves no time "
         "(default weights)",
+        choices=("weights", "blocks"),
     )
-    for name, text in (
-        ("keep", "hard: share that is kept (default 0.15)"),
-        ("threshold", "soft: what is below it at the end goes (default 0.1)"),
-        ("penalty", "soft: weight of the mean score in the loss (default 400)"),
-        ("lr", "learning rate of scores (default 0.01)"),
-    ):
-        add(f"--movement-{name}", type=float, metavar="X", help=text)
-    add = command.add_argument_group("faster: fewer tokens").add_argument
+    add("--movement-keep X", "hard: share that is kept (default 0.15)")
+    add("--movement-threshold X", "soft: what is below it at the end goes (default 0.1)")
+    add("--movement-penalty X", "soft: weight of the mean score in the loss (default 400)")
+    add("--movement-lr X", "learning rate of scores (default 0.01)")
+    add = adder(command.add_argument_group("faster: fewer tokens"))
     add(
-        "--length-drop",
-        type=float,
-        metavar="P",
-        help="train for fewer tokens, such as 0.2: sub-models, whose layers each drop up to this share of "
+        "--length-drop P",
+        "train for fewer tokens, such as 0.2: sub-models, whose layers each drop up to this share of "
         "the tokens, learn from the model in each step; then use fastbert prune --tokens (default: none)",
     )
-    add("--length-drop-models", type=int, metavar="N", help="sampled sub-models per step (default 2)")
+    add("--length-drop-models N", "sampled sub-models per step (default 2)")
     add(
-        "--token-search",
-        type=float,
-        metavar="WEIGHT",
-        help="learn how many tokens each layer needs, at this price, such as 5e-4; then fine-tune the "
+        "--token-search WEIGHT",
+        "learn how many tokens each layer needs, at this price, such as 5e-4; then fine-tune the "
         "output again (default: none)",
     )
-    add = command.add_argument_group("options of some tasks").add_argument
-    add("--wnli", action="store_true", help="glue: also WNLI, which the paper leaves out")
-    add("--text", metavar="NAME", help="csv: the column of texts (default text)")
-    add("--pair", metavar="NAME", help="csv: the column of second texts; default: there is none")
-    add("--label", metavar="NAME", help="csv: the column of labels (default label)")
-    add("--regression", action="store_true", default=None, help="csv: labels are numbers, not classes")
-    add("--strict", action="store_true", default=None, help="ner: score IOB2's entities, not conlleval's")
+    add = adder(command.add_argument_group("options of some tasks"))
+    add("--wnli", "glue: also WNLI, which the paper leaves out")
+    add("--text NAME", "csv: the column of texts (default text)")
+    add("--pair NAME", "csv: the column of second texts; default: there is none")
+    add("--label NAME", "csv: the column of labels (default label)")
+    add("--regression", "csv: labels are numbers, not classes", default=None)
+    add("--strict", "ner: score IOB2's entities, not conlleval's", default=None)
     add(
-        "--layers",
-        metavar="NAME",
-        help="ner-features: last4-concat (default), embeddings, second-to-last, last, last4-sum or all-sum",
+        "--layers NAME",
+        "ner-features: last4-concat (default), embeddings, second-to-last, last, last4-sum or all-sum",
     )
     _add_shared(add)
 
@@ -242,70 +209,45 @@ def add_predict(commands: Any) -> None:
         "with their first word and the word after the last. swag, race: choice, text and score.",
         epilog="Example:\n  fastbert predict csv --model trained --input texts.txt",
     )
-    add = command.add_argument
-    add("task", choices=TASKS, metavar="TASK", help="the task of the training; csv for any texts")
-    add("--model", required=True, metavar="DIR", help="the output of fastbert finetune")
+    add = adder(command)
+    add("task TASK", "the task of the training; csv for any texts", choices=TASKS)
+    add("--model DIR", "the output of fastbert finetune", required=True)
     add(
-        "--input",
-        required=True,
-        metavar="FILE",
-        help="csv and GLUE: .txt (a text per line; of a pair a tab between), .csv or .tsv with a header, or "
+        "--input FILE",
+        "csv and GLUE: .txt (a text per line; of a pair a tab between), .csv or .tsv with a header, or "
         ".jsonl. squad, squad2: .jsonl with question and context, or SQuAD's .json. ner: .txt, a sentence "
         "per line with spaces between words. swag: the official .csv. race: the folder of a split. -: stdin",
+        required=True,
     )
     add(
         "--input-format",
+        "of an input whose name does not end so; default for stdin: txt, of squad and squad2 jsonl",
         choices=("txt", "csv", "tsv", "jsonl", "json"),
-        help="of an input whose name does not end so; default for stdin: txt, of squad and squad2 jsonl",
     )
-    add("--output", metavar="FILE", help="appears whole at the end, or not at all; default: stdout")
-    add("--overwrite", action="store_true", help="replace the output file if it exists")
-    add("--batch-tokens", type=int, default=8192, metavar="N", help="most tokens at a time (default 8192)")
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="most tokens of a sequence; default: that of the training",
-    )
-    add(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="bf16, fp16: autocast (default fp32)",
-    )
-    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
-    add = command.add_argument_group("options of some tasks").add_argument
-    add(
-        "--text",
-        metavar="NAME",
-        help="csv, GLUE: the column or key of texts; default: as trained, GLUE's, or text",
-    )
-    add(
-        "--pair", metavar="NAME", help="csv, GLUE: that of second texts; default: as trained, GLUE's, or none"
-    )
-    add("--columns", action="store_true", default=None, help="ner: the input has CoNLL's columns")
+    add("--output FILE", "appears whole at the end, or not at all; default: stdout")
+    add("--overwrite", "replace the output file if it exists")
+    add("--batch-tokens N", "most tokens at a time", 8192)
+    add("--max-length N", "most tokens of a sequence; default: that of the training")
+    add("--dtype", "bf16, fp16: autocast", "fp32", choices=("fp32", "bf16", "fp16"))
+    add(*DEVICE)
+    add(*PROGRESS)
+    add = adder(command.add_argument_group("options of some tasks"))
+    add("--text NAME", "csv, GLUE: the column or key of texts; default: as trained, GLUE's, or text")
+    add("--pair NAME", "csv, GLUE: that of second texts; default: as trained, GLUE's, or none")
+    add("--columns", "ner: the input has CoNLL's columns", default=None)
     _add_shared(add)
 
 
 def _add_shared(add: Any) -> None:
     """Options of tasks that train and predict alike."""
     add(
-        "--doc-stride",
-        type=int,
-        metavar="N",
-        help="squad, squad2: context tokens between the starts of two windows; default: 128, or as trained",
+        "--doc-stride N",
+        "squad, squad2: context tokens between the starts of two windows; default: 128, or as trained",
     )
     add(
-        "--null-threshold",
-        type=_threshold,
-        metavar="X",
-        help='squad2: "" is the answer where no answer scores so much more than the best text; default: '
+        "--null-threshold X",
+        'squad2: "" is the answer where no answer scores so much more than the best text; default: '
         "auto, the threshold of the best F1 on the dev file",
+        type=_threshold,
     )
-    add(
-        "--context",
-        type=int,
-        metavar="N",
-        help="ner: tokens of the document on each side; default: 64, or as trained",
-    )
+    add("--context N", "ner: tokens of the document on each side; default: 64, or as trained")

@@ -26,7 +26,7 @@ from fastbert.cli.analyze_arguments import add_analyze
 from fastbert.cli.compress_arguments import add_distill, add_prune, add_quantize
 from fastbert.cli.finetune_arguments import add_finetune, add_predict
 from fastbert.cli.pretrain_arguments import add_pretrain, add_pretraining
-from fastbert.cli.usage import DTYPES, INT8, UsageError, say
+from fastbert.cli.usage import DEVICE, DTYPES, INT8, UsageError, adder, say
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
 from fastbert.runtime.version import VERSION
@@ -98,65 +98,40 @@ def build_parser() -> argparse.ArgumentParser:
         "line is encoded as the empty sentence. The output appears whole at the end, or not at all.",
         epilog="Example:\n  fastbert encode --model DIR --input texts.txt --output rows.npy",
     )
-    encode.add_argument(
-        "--model", required=True, metavar="DIR", help="HuggingFace or sentence-transformers directory"
-    )
-    encode.add_argument(
-        "--input", required=True, metavar="FILE", help="text, one sentence per line; - for stdin"
-    )
-    encode.add_argument(
-        "--output", required=True, metavar="FILE", help="kind by ending: .npy, .safetensors or .jsonl"
-    )
-    encode.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
-    encode.add_argument("--pooling", choices=POOLINGS, help="default: the directory's, else mean")
-    encode.add_argument(
-        "--normalize",
-        action=argparse.BooleanOptionalAction,
-        help="scale to length 1; default: the directory's setting",
-    )
-    encode.add_argument("--prompt", metavar="TEXT", help="text before each line; default: the directory's")
-    encode.add_argument(
-        "--batch-tokens", type=int, metavar="N", help="most tokens in one batch (default 8192)"
-    )
-    encode.add_argument(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="most tokens of one line, special ones included; default: the directory's, else the model's "
+    add = adder(encode)
+    add("--model DIR", "HuggingFace or sentence-transformers directory", required=True)
+    add("--input FILE", "text, one sentence per line; - for stdin", required=True)
+    add("--output FILE", "kind by ending: .npy, .safetensors or .jsonl", required=True)
+    add("--overwrite", "replace the output file if it exists")
+    add("--pooling", "default: the directory's, else mean", choices=POOLINGS)
+    add("--[no-]normalize", "scale to length 1; default: the directory's setting")
+    add("--prompt TEXT", "text before each line; default: the directory's")
+    add("--batch-tokens N", "most tokens in one batch (default 8192)")
+    add(
+        "--max-length N",
+        "most tokens of one line, special ones included; default: the directory's, else the model's "
         "number of positions",
     )
-    encode.add_argument(
+    add(
         "--on-long",
+        "what to do with a line over --max-length: truncate (default) or fail",
         choices=("truncate", "error"),
         default="truncate",
-        help="what to do with a line over --max-length: truncate (default) or fail",
     )
-    encode.add_argument(
+    add(
         "--dtype",
+        "dtype of the weights; auto (default): as stored; int8: quantised, on a CPU",
         choices=("auto", *DTYPES, INT8),
         default="auto",
-        help="dtype of the weights; auto (default): as stored; int8: quantised, on a CPU",
     )
-    encode.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    encode.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads of the model and the tokenizer; default: PyTorch's number, one per core or "
+    add(*DEVICE)
+    add(
+        "--threads N",
+        "CPU threads of the model and the tokenizer; default: PyTorch's number, one per core or "
         "OMP_NUM_THREADS",
     )
-    encode.add_argument(
-        "--chunk-lines",
-        type=int,
-        default=32_768,
-        metavar="N",
-        help="most lines held in memory at a time (default 32768)",
-    )
-    encode.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show progress on stderr; default: if stderr is a terminal",
-    )
+    add("--chunk-lines N", "most lines held in memory at a time", 32_768)
+    add("--[no-]progress", "show progress on stderr; default: if stderr is a terminal")
 
     add_finetune(commands)
     add_predict(commands)
@@ -165,28 +140,24 @@ def build_parser() -> argparse.ArgumentParser:
     add_quantize(commands)
 
     env = commands.add_parser(
-        "env",
-        help="versions, devices, and the backend of each op",
-        epilog="Example:\n  fastbert env",
+        "env", help="versions, devices, and the backend of each op", epilog="Example:\n  fastbert env"
     )
-    env.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add = adder(env)
+    add("--json", "print one JSON object instead of tables")
 
     verify = commands.add_parser(
         "verify",
         help="compare each op and backend with eager PyTorch",
         epilog="Example, in seconds:\n  fastbert verify --quick",
     )
-    verify.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    verify.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
-    verify.add_argument(
-        "--backend", action="append", choices=dispatch.BACKENDS, help="may be repeated; default: all"
-    )
-    verify.add_argument(
-        "--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all"
-    )
-    verify.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    verify.add_argument("--quick", action="store_true", help="only the few small cases of each op: seconds")
-    verify.add_argument("--all", action="store_true", help="print every check, not the worst of each group")
+    add = adder(verify)
+    add("--json", "print one JSON object instead of a table")
+    add("--op", "may be repeated; default: all", action="append", choices=dispatch.OPS)
+    add("--backend", "may be repeated; default: all", action="append", choices=dispatch.BACKENDS)
+    add("--dtype", "may be repeated; default: all", action="append", choices=tuple(DTYPES))
+    add(*DEVICE)
+    add("--quick", "only the few small cases of each op: seconds")
+    add("--all", "print every check, not the worst of each group")
 
     warm = commands.add_parser(
         "warmup",
@@ -197,17 +168,13 @@ def build_parser() -> argparse.ArgumentParser:
         "after a change of something that it depends on, or with --again.",
         epilog="Example:\n  fastbert warmup",
     )
-    warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
-    warm.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all")
-    warm.add_argument("--again", action="store_true", help="also check proven kernels")
-    warm.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="most seconds for one check (default 300)",
-    )
-    warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add = adder(warm)
+    add(*DEVICE)
+    add("--op", "may be repeated; default: all", action="append", choices=dispatch.OPS)
+    add("--dtype", "may be repeated; default: all", action="append", choices=tuple(DTYPES))
+    add("--again", "also check proven kernels")
+    add("--timeout S", "most seconds for one check (default 300)")
+    add("--json", "print one JSON object instead of a table")
 
     add_pretraining(commands)
     add_pretrain(commands)
@@ -218,8 +185,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="list or run the benchmarks of a source checkout",
         epilog="Example, which lists them:\n  fastbert bench",
     )
-    bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
+    add = adder(bench)
+    add("name", "such as encoder, or all; none: list them", nargs="?")
+    add("arguments", "arguments of the benchmark", nargs=argparse.REMAINDER)
     return parser
 
 

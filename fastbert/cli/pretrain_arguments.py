@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
+
+from fastbert.cli.usage import DEVICE, PROGRESS, adder
 
 
 def add_pretraining(commands: Any) -> None:
@@ -21,66 +22,39 @@ def add_pretraining(commands: Any) -> None:
         epilog="Example:\n  fastbert prepare text.txt --tokenizer tokenizer --output corpus",
     )
     for command in (train, prepare):
-        command.add_argument(
-            "text",
-            nargs="+",
-            metavar="TEXT",
-            help="files: .txt (a sentence per line, an empty line "
+        add = adder(command)
+        add(
+            "text TEXT",
+            "files: .txt (a sentence per line, an empty line "
             'between documents), .jsonl (objects with a "text") or .parquet (a column "text")',
+            nargs="+",
         )
-        command.add_argument("--output", required=True, metavar="DIR", help="a new directory")
-        command.add_argument(
+        add("--output DIR", "a new directory", required=True)
+        add(
             "--format",
+            "format of all files; default: by their suffixes",
             choices=("text", "jsonl", "parquet"),
-            help="format of all files; default: by their suffixes",
         )
-        command.add_argument("--overwrite", action="store_true", help="replace what is in --output")
-        command.add_argument(
-            "--progress",
-            action=argparse.BooleanOptionalAction,
-            help="show progress on stderr; default: if stderr is a terminal",
-        )
-    train.add_argument(
-        "--vocab-size", type=int, default=30_528, metavar="N", help="most tokens (default 30528, 64 x 477)"
-    )
-    train.add_argument("--cased", action="store_true", help="keep case and accents")
-    train.add_argument(
-        "--min-frequency", type=int, default=2, metavar="N", help="fewest times a pair occurs (default 2)"
-    )
-    train.add_argument(
-        "--alphabet", type=int, default=1000, metavar="N", help="most characters (default 1000)"
-    )
-    prepare.add_argument("--tokenizer", required=True, metavar="DIR", help="a directory with a tokenizer")
-    prepare.add_argument(
-        "--workers", type=int, metavar="N", help="threads of the tokenizer; default: one per CPU"
-    )
-    prepare.add_argument(
-        "--shard-tokens",
-        type=int,
-        default=1 << 28,
-        metavar="N",
-        help="tokens per file, a multiple of 8 (default 268435456)",
-    )
-    prepare.add_argument(
-        "--spans",
-        action="append",
-        metavar="FILE",
-        help="mark phrases and entities, which some masking rules mask as a whole: a file of lines "
+        add("--overwrite", "replace what is in --output")
+        add("--[no-]progress", "show progress on stderr; default: if stderr is a terminal")
+    add = adder(train)
+    add("--vocab-size N", "most tokens (default 30528, 64 x 477)", default=30_528)
+    add("--cased", "keep case and accents")
+    add("--min-frequency N", "fewest times a pair occurs", 2)
+    add("--alphabet N", "most characters", 1000)
+    add = adder(prepare)
+    add("--tokenizer DIR", "a directory with a tokenizer", required=True)
+    add("--workers N", "threads of the tokenizer; default: one per CPU")
+    add("--shard-tokens N", "tokens per file, a multiple of 8 (default 268435456)", default=1 << 28)
+    add(
+        "--spans FILE",
+        "mark phrases and entities, which some masking rules mask as a whole: a file of lines "
         '{"text": …, "kind": "entity" or "phrase"}, or "pmi" for phrases found in the text; may be repeated, '
         "the first has priority; default: none are marked",
+        action="append",
     )
-    prepare.add_argument(
-        "--min-pmi",
-        type=float,
-        metavar="BITS",
-        help="with --spans pmi: least pointwise mutual information of a phrase (default 6)",
-    )
-    prepare.add_argument(
-        "--min-count",
-        type=int,
-        metavar="N",
-        help="with --spans pmi: fewest occurrences of a phrase (default 10)",
-    )
+    add("--min-pmi BITS", "with --spans pmi: least pointwise mutual information of a phrase (default 6)")
+    add("--min-count N", "with --spans pmi: fewest occurrences of a phrase (default 10)")
 
 
 def add_pretrain(commands: Any) -> None:
@@ -93,16 +67,12 @@ def add_pretrain(commands: Any) -> None:
         epilog="Example:\n"
         "  fastbert pretrain --data corpus --model bert-config.json --recipe bert --output run",
     )
-    add = command.add_argument
-    add("--data", required=True, metavar="DIR", help="a corpus of fastbert prepare")
-    add("--model", required=True, metavar="CONFIG", help="a config.json, or a HuggingFace directory")
-    add("--recipe", required=True, metavar="NAME", help="such as bert, roberta or electra-small; or a .json")
-    add(
-        "--output",
-        metavar="DIR",
-        help="directory of the run: checkpoints, log.jsonl, speed.jsonl, curves.png; no default",
-    )
-    add("--print-config", action="store_true", help="print what the result depends on, and end")
+    add = adder(command)
+    add("--data DIR", "a corpus of fastbert prepare", required=True)
+    add("--model CONFIG", "a config.json, or a HuggingFace directory", required=True)
+    add("--recipe NAME", "such as bert, roberta or electra-small; or a .json", required=True)
+    add("--output DIR", "directory of the run: checkpoints, log.jsonl, speed.jsonl, curves.png; no default")
+    add("--print-config", "print what the result depends on, and end")
     for name, kind, text in (
         ("steps", int, "number of all steps; phases and warm-ups keep their shares"),
         ("batch-size", int, "sequences per step"),
@@ -113,42 +83,26 @@ def add_pretrain(commands: Any) -> None:
         ("dropout", float, "probability"),
         ("static", int, "masks repeat after this number of epochs"),
     ):
-        add(f"--{name}", type=kind, metavar="N", help=f"{text}; default: the recipe's")
+        add(f"--{name} N", f"{text}; default: the recipe's", type=kind)
     add(
-        "--word-budget",
-        choices=("tokens", "words"),
-        help="what masking whole words counts; default: the recipe's",
+        "--word-budget", "what masking whole words counts; default: the recipe's", choices=("tokens", "words")
     )
-    add("--random-specials", action="store_true", help="a random token may be a special one")
-    add("--pack", action="store_true", help="pack sequences of whole sentences of one document")
-    add(
-        "--set",
-        action="append",
-        metavar="FIELD=VALUE",
-        help="a field of the recipe: masking.share=0.3; default: none",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="seed of all that is random (default 0)")
-    add(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="bf16, fp16: autocast (default fp32)",
-    )
-    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    add("--parallel", choices=("none", "ddp", "fsdp"), help="default: ddp for several processes")
-    add(
-        "--grow",
-        metavar="LAYERS:STEP,…",
-        help="add layers during the run: 3:50000,6:70000,12:*; default: none",
-    )
-    add("--grow-freeze", action="store_true", help="train only new layers, except in the last stage")
-    add("--grow-moments", action="store_true", help="also copy the optimizer's moments")
-    add("--workers", type=int, default=1, metavar="N", help="processes that make batches (default 1)")
-    add("--save-every", type=int, default=1000, metavar="N", help="steps between checkpoints (default 1000)")
-    add("--keep", type=int, default=2, metavar="N", help="checkpoints that remain (default 2)")
-    add("--log-every", type=int, default=10, metavar="N", help="steps between lines of the log (default 10)")
-    add("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on one GPU")
-    add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check the corpus's SHA-256")
-    add("--tensorboard", action=argparse.BooleanOptionalAction, help="default: if it is installed")
-    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
-    add("--json", action="store_true", help="print one JSON object at the end")
+    add("--random-specials", "a random token may be a special one")
+    add("--pack", "pack sequences of whole sentences of one document")
+    add("--set FIELD=VALUE", "a field of the recipe: masking.share=0.3; default: none", action="append")
+    add("--seed N", "seed of all that is random", 0)
+    add("--dtype", "bf16, fp16: autocast", "fp32", choices=("fp32", "bf16", "fp16"))
+    add(*DEVICE)
+    add("--parallel", "default: ddp for several processes", choices=("none", "ddp", "fsdp"))
+    add("--grow LAYERS:STEP,…", "add layers during the run: 3:50000,6:70000,12:*; default: none")
+    add("--grow-freeze", "train only new layers, except in the last stage")
+    add("--grow-moments", "also copy the optimizer's moments")
+    add("--workers N", "processes that make batches", 1)
+    add("--save-every N", "steps between checkpoints", 1000)
+    add("--keep N", "checkpoints that remain", 2)
+    add("--log-every N", "steps between lines of the log", 10)
+    add("--[no-]graphs", "CUDA graphs, on one GPU", default=True)
+    add("--[no-]verify", "check the corpus's SHA-256", default=True)
+    add("--[no-]tensorboard", "default: if it is installed")
+    add(*PROGRESS)
+    add("--json", "print one JSON object at the end")
