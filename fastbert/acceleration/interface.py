@@ -17,16 +17,7 @@ from fastbert.acceleration.attention import NAME, SITE, Site, register
 BEFORE = "_fastbert_interface_before"
 
 # Text encoders in which nothing after attention mixes a padded row into another, heads included
-PACKED = frozenset(
-    (
-        "data2vec-text",
-        "esm",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "xlm-roberta-xl",
-        "xmod",
-    )
-)
+PACKED = frozenset(("data2vec-text", "esm", "roberta-prelayernorm", "roc_bert", "xlm-roberta-xl", "xmod"))
 
 
 def sites(model: nn.Module) -> dict[str, Site]:

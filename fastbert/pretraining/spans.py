@@ -372,8 +372,7 @@ class Collocations:
         first, second = first[pair], second[pair]
         last = _places(self._pairs, second * size + third)  # the pair of its last two words
         score = np.minimum(
-            triples * total / (pairs[pair] * words[third]),
-            triples * total / (words[first] * pairs[last]),
+            triples * total / (pairs[pair] * words[third]), triples * total / (words[first] * pairs[last])
         )
         apart = triples * total / (words[first] * words[second]) * total / words[third]
         self._good_triples = np.minimum(score, apart) >= least

@@ -12,14 +12,8 @@ FAMILIES = (
         "distilbert",
         "DistilBert",
         layer=LayerNames(
-            "attention.q_lin",
-            "attention.k_lin",
-            "attention.v_lin",
-            "attention.out_lin",
-            "sa_layer_norm",
-            "ffn.lin1",
-            "ffn.lin2",
-            "output_layer_norm",
+            *("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm"),
+            *("ffn.lin1", "ffn.lin2", "output_layer_norm"),
         ),
         layers="transformer.layer",
         aliases=dict(

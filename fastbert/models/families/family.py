@@ -155,10 +155,7 @@ class Family:
     @property
     def unknown_to_graphs(self) -> str | None:
         """Why recorded graphs do not have the family's layers; None if they may."""
-        kinds = {
-            "have two streams": self.two_streams,
-            "have global tokens": self.global_tokens,
-        }
+        kinds = {"have two streams": self.two_streams, "have global tokens": self.global_tokens}
         found = next((kind for kind, there in kinds.items() if there), None)
         return None if found is None else f"its layers {found}, which graphs do not know"
 

@@ -16,14 +16,7 @@ FAMILIES = (
         "model",
         "ModernBert",
         layer=LayerNames(
-            "attn.Wqkv",
-            "attn.Wqkv",
-            "attn.Wqkv",
-            "attn.Wo",
-            "attn_norm",
-            "mlp.Wi",
-            "mlp.Wo",
-            "mlp_norm",
+            *("attn.Wqkv", "attn.Wqkv", "attn.Wqkv", "attn.Wo"), "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm"
         ),
         layers="layers",
         word_table="embeddings.tok_embeddings",

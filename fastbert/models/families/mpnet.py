@@ -13,10 +13,7 @@ FAMILIES = (
         "mpnet",
         "MPNet",
         layer=LayerNames(
-            "attention.attn.q",
-            "attention.attn.k",
-            "attention.attn.v",
-            "attention.attn.o",
+            *("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
             "attention.LayerNorm",
         ),
         pad_positions=True,

@@ -11,15 +11,8 @@ from fastbert.models.paths import ClassifierHead, LMHead, StockModel
 
 # Norms and dropouts are outside the attention block and the feed-forward block
 ROTARY_LAYER = LayerNames(
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "post_mlp_layernorm",
-    "mlp.gate_proj",
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("post_attention_layernorm", "mlp.up_proj", "mlp.down_proj", "post_mlp_layernorm", "mlp.gate_proj"),
 )
 ROTARY_STOCK = StockLayer(
     containers=("self_attn", "mlp"),
@@ -38,18 +31,9 @@ FAMILIES = (
         layer=ROTARY_LAYER,
         layers="layers",
         rotary=True,
-        unbiased=tuple(path for path in ROTARY_LAYER.linears),
+        unbiased=ROTARY_LAYER.linears,
         # Mixtures of experts, and keys of the hub's own code
-        refused=(
-            "moe_",
-            "num_experts",
-            "n_embd",
-            "n_head",
-            "n_inner",
-            "n_layer",
-            "n_positions",
-            "rotary_",
-        ),
+        refused=("moe_", "num_experts", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "rotary_"),
         spellings={
             "encoder.layers": ("layers",),
             "emb_ln": ("embeddings.LayerNorm",),

@@ -90,11 +90,7 @@ class BertForQuestionAnswering(TaskModel):
         return positions
 
     def _spans(
-        self,
-        logits: Tensor,
-        positions: dict[str, Tensor | None],
-        encoded: Encoded,
-        return_dict: bool | None,
+        self, logits: Tensor, positions: dict[str, Tensor | None], encoded: Encoded, return_dict: bool | None
     ) -> QuestionAnsweringOutput | tuple[Any, ...]:
         """The output from the scores (rows, 2) of each token as start and as end."""
         packing = encoded.inputs.packing
