@@ -34,31 +34,14 @@ def accuracy(predictions: Sequence[Any], labels: Sequence[Any]) -> float:
 
 
 def f1(predictions: Sequence[Any], labels: Sequence[Any], positive: str | int) -> float:
-    """The harmonic mean of precision and recall of one class.
-
-    Args:
-        predictions: (n,) class names or numbers.
-        labels: (n,) of the same kind.
-        positive: the class.
-
-    Raises:
-        ValueError: naming the argument, what came and what was expected.
-    """
+    """The harmonic mean of precision and recall of the class `positive`; see `accuracy`."""
     predicted, true = (classes == positive for classes in _pair(predictions, labels))
     marked = np.sum(predicted) + np.sum(true)
     return float(2 * np.sum(predicted & true) / marked) if marked else 0.0
 
 
 def matthews(predictions: Sequence[Any], labels: Sequence[Any]) -> float:
-    """Matthews' correlation, for more than two classes as Gorodkin defines it.
-
-    Args:
-        predictions: (n,) class names or numbers.
-        labels: (n,) of the same kind.
-
-    Raises:
-        ValueError: naming the argument, what came and what was expected.
-    """
+    """Matthews' correlation, for more than two classes as Gorodkin defines it; see `accuracy`."""
     predicted, true = _pair(predictions, labels)
     classes = np.unique(np.concatenate([predicted, true]))
     # (classes, n) 0 or 1, as integers: their products are exact
@@ -70,28 +53,12 @@ def matthews(predictions: Sequence[Any], labels: Sequence[Any]) -> float:
 
 
 def pearson(predictions: Sequence[float], labels: Sequence[float]) -> float:
-    """The linear correlation of two lists of finite numbers.
-
-    Args:
-        predictions: (n,) numbers.
-        labels: (n,) numbers.
-
-    Raises:
-        ValueError: naming the argument, what came and what was expected.
-    """
+    """The linear correlation of two lists of finite numbers; see `accuracy`."""
     return _correlation(*_numbers(predictions, labels))
 
 
 def spearman(predictions: Sequence[float], labels: Sequence[float]) -> float:
-    """The linear correlation of the ranks of two lists of finite numbers.
-
-    Args:
-        predictions: (n,) numbers.
-        labels: (n,) numbers.
-
-    Raises:
-        ValueError: naming the argument, what came and what was expected.
-    """
+    """The linear correlation of the ranks of two lists of finite numbers; see `accuracy`."""
     predicted, true = _numbers(predictions, labels)
     return _correlation(_ranks(predicted), _ranks(true))
 
