@@ -11,7 +11,7 @@ changed since the forward (an optimizer's step), or FSDP gathers the weights for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -89,30 +89,17 @@ class DeferredTensor(Tensor):
         )
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         # DDP reads grad_fn, which must not compute the tensor
         if func == _GRAD_FN and not args[0].is_computed:
             return None
-        args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
-        return func(*args, **given)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, given = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
         return func(*args, **given)
 
@@ -158,13 +145,7 @@ class NotComputed:
         raise TypeError(self._message())
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         found: list[NotComputed] = []
         tree_map_only(NotComputed, found.append, (args, kwargs or {}))
         raise TypeError(found[0]._message())

@@ -77,11 +77,8 @@ def optimizer(
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    _check(lr, betas, eps, weight_decay)
-    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if kind == "adamw":
-        return AdamW(groups, **options)
-    return (Lamb if kind == "lamb" else GoogleAdamW)(groups, **options)
+    made = {"adamw": AdamW, "adamw-google": GoogleAdamW, "lamb": Lamb}[kind]
+    return made(groups, lr, betas, eps, weight_decay)
 
 
 def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -111,8 +108,7 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 0.01,
     ) -> None:
         _check(lr, betas, eps, weight_decay)
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, **options, fused=True)
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ValueError for `amsgrad`, which no recipe has."""
