@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import cause, read_json
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.ops import checks
-from fastbert.runtime.devices import device_of
 from fastbert.sentences.settings import prompt_settings, text_settings
-from fastbert.sentences.text_model import Text, TextModel, listed, packed_tensors
+from fastbert.sentences.text_model import Text, TextModel, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
@@ -95,20 +93,13 @@ class CrossEncoder(TextModel):
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        directory = hub.resolve(directory)
+        directory, device = opened(directory, device)
         transformer = _transformer_of(directory)
         path = directory / "config_sentence_transformers.json"
         settings = read_json(path) if path.is_file() else {}
         prompt, prompts = prompt_settings(path, settings)
         overrides: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
-        model = AutoModelForSequenceClassification.from_pretrained(
-            transformer,
-            dtype="auto" if dtype is None else dtype,
-            device=device,
-            output_loading_info=False,
-            **overrides,
-        )
+        model = load_model(AutoModelForSequenceClassification, transformer, dtype, device, **overrides)
         says_length, lower_case, segments = text_settings(transformer)
         if max_length is None and says_length is not None:
             max_length = min(says_length, model.config.max_tokens)

@@ -15,17 +15,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint import hub
 from fastbert.layers import packing, quantizing
 from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
-from fastbert.runtime.devices import device_of
 from fastbert.sentences.embedder import Embedder, check_similarity
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
 from fastbert.sentences.similarity import PRECISIONS, quantized
-from fastbert.sentences.text_model import Text, listed, packed_tensors
+from fastbert.sentences.text_model import Text, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
@@ -107,16 +105,10 @@ class SentenceEncoder(Embedder):
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        directory = hub.resolve(directory)
+        directory, device = opened(directory, device)
         settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
         tokenizer = load_tokenizer(settings.transformer)
-        model = AutoModel.from_pretrained(
-            settings.transformer,
-            dtype="auto" if dtype is None else dtype,
-            device=device,
-            add_pooling_layer=False,
-        )
+        model = load_model(AutoModel, settings.transformer, dtype, device, add_pooling_layer=False)
         if max_length is None and settings.max_length is not None:
             max_length = min(settings.max_length, model.config.max_tokens)
         return cls(
@@ -253,14 +245,7 @@ class SentenceEncoder(Embedder):
         given = [sentences] if single else listed("sentences", sentences)
         out = np.empty((len(given), self.width), self.dtype)
         results = self._embed(
-            given,
-            prompt,
-            self._forward,
-            batch_tokens,
-            batch_size,
-            show_progress_bar,
-            on_long,
-            progress,
+            given, prompt, self._forward, batch_tokens, batch_size, show_progress_bar, on_long, progress
         )
         for batch, rows in results:
             out[batch] = rows

@@ -23,7 +23,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
-from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import CheckpointError, read_json
 from fastbert.checkpoint.read import read_weights
 from fastbert.layers import packing
@@ -31,7 +30,6 @@ from fastbert.layers.linear import apply_linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.ops import checks
-from fastbert.runtime.devices import device_of
 from fastbert.sentences.settings import (
     MASK_TOKENS,
     Module,
@@ -45,7 +43,7 @@ from fastbert.sentences.settings import (
     text_settings,
 )
 from fastbert.sentences.similarity import maxsim
-from fastbert.sentences.text_model import TextModel, listed, packed_tensors
+from fastbert.sentences.text_model import TextModel, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer, tokenize
 
 if TYPE_CHECKING:
@@ -179,8 +177,7 @@ class MultiVectorEncoder:
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        directory = hub.resolve(directory)
+        directory, device = opened(directory, device)
         modules_path = directory / "modules.json"
         modules = modules_of(directory)
         if modules is None:
@@ -206,18 +203,13 @@ class MultiVectorEncoder:
         tokenizer = load_tokenizer(transformer.folder)
         for key in ("query_prefix", "document_prefix"):
             _keep_whole(tokenizer, settings.get(key) or "")
-        model = AutoModel.from_pretrained(
-            transformer.folder,
-            dtype="auto" if dtype is None else dtype,
-            device=device,
-            add_pooling_layer=False,
-        )
+        model = load_model(AutoModel, transformer.folder, dtype, device, add_pooling_layer=False)
         projection = _projection(dense.folder, model.config.hidden_size)
         limit = model.config.max_tokens
         return cls(
             model,
             tokenizer,
-            projection.to(device, next(model.parameters()).dtype),
+            projection.to(model.device, model.dtype),
             normalize="Normalize" in [module.kind for module in rest] or not rest,
             query_prompt=prompts[0],
             document_prompt=prompts[1],

@@ -23,13 +23,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fastbert.checkpoint import hub
 from fastbert.checkpoint.files import CheckpointError, read_json
 from fastbert.layers import packing
 from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.ops.pooling import pooling as pool
-from fastbert.runtime.devices import device_of
 from fastbert.sentences.embedder import Embedder, check_similarity
 from fastbert.sentences.settings import (
     choice,
@@ -41,7 +39,7 @@ from fastbert.sentences.settings import (
     text_settings,
 )
 from fastbert.sentences.similarity import SIMILARITIES
-from fastbert.sentences.text_model import Text, listed, packed_tensors
+from fastbert.sentences.text_model import Text, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
 if TYPE_CHECKING:
@@ -132,8 +130,7 @@ class SparseEncoder(Embedder):
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
-        device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        directory = hub.resolve(directory)
+        directory, device = opened(directory, device)
         transformer, pooling = directory, {}
         path = directory / "modules.json"
         modules = modules_of(directory)
@@ -156,12 +153,7 @@ class SparseEncoder(Embedder):
         says_active = positive(settings_path, settings, "max_active_dims")
         tokenizer = load_tokenizer(transformer)
         says_length, lower_case, segments = text_settings(transformer)
-        model, info = AutoModelForMaskedLM.from_pretrained(
-            transformer,
-            dtype="auto" if dtype is None else dtype,
-            device=device,
-            output_loading_info=True,
-        )
+        model, info = load_model(AutoModelForMaskedLM, transformer, dtype, device, output_loading_info=True)
         if info["missing_keys"]:
             raise CheckpointError(
                 f"{transformer}: no weights for {', '.join(sorted(info['missing_keys']))}; "

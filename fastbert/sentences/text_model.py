@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.checkpoint import hub
+from fastbert.models.base import PreTrainedModel
+from fastbert.runtime.devices import device_of
 from fastbert.sentences.tokenizer import EncodingError, TokenBatch, pack_batches, tokenize
 
 # Texts tokenised at a time: bounds the memory of the token ids
@@ -85,11 +89,6 @@ class TextModel:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fill in the attributes that pickles of older versions lack."""
-        segments = state["model"].config.family.segments
-        self.__dict__.update({"prompts": {}, "segments": segments, "include_prompt": True} | state)
 
     @property
     def device(self) -> torch.device:
@@ -224,6 +223,17 @@ class TextModel:
             raise ValueError(
                 f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
             )
+
+
+def opened(directory: str | Path, device: Any) -> tuple[Path, torch.device]:
+    """(folder, device) of `from_pretrained`; see `SentenceEncoder.from_pretrained`."""
+    device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return hub.resolve(directory), device
+
+
+def load_model(auto: type[PreTrainedModel], folder: Path, dtype: Any, device: Any, **options: Any) -> Any:
+    """The model of a folder; see `SentenceEncoder.from_pretrained`."""
+    return auto.from_pretrained(folder, dtype="auto" if dtype is None else dtype, device=device, **options)
 
 
 def listed(name: str, given: Any) -> list[Any]:
