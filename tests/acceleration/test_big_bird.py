@@ -10,6 +10,7 @@ import transformers
 
 import fastbert
 from tests.support.accelerated_models import MODEL, calls, close, same_gradients, same_outputs, stock
+from tests.support.model_pairs import ragged
 
 LAYERS = 2
 LONG = {"num_hidden_layers": LAYERS, "max_position_embeddings": 1040, "block_size": 16}
@@ -30,12 +31,6 @@ def models(form: str = "two random blocks", auto: type = MODEL, **config):
     return slow, fastbert.accelerate(copy.deepcopy(slow))
 
 
-def ragged(*lengths: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def texts(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [ids[kept.bool()] for ids, kept in zip(*inputs.values(), strict=True)]
 
@@ -51,7 +46,7 @@ def alone(slow: torch.nn.Module, ids: torch.Tensor, **given) -> torch.Tensor:
 def test_each_text_equals_its_batch_of_one(form, training):
     """Outputs and gradients, beside shorter and longer texts; random blocks are drawn in training."""
     slow, fast = (model.train(training) for model in models(form))
-    inputs = ragged(*LENGTHS.get(form, SHORTER))
+    inputs = ragged(LENGTHS.get(form, SHORTER))
     before = {key: t.clone() for key, t in fast.state_dict().items()}
     with calls(fast, packed=1, padded=0, fused=LAYERS, stock=0):
         found = fast(**inputs)
@@ -75,7 +70,7 @@ def test_error_in_half_precision_is_no_larger_than_the_stock_models(dtype):
     slow = models()[0].to(dtype)
     fast, exact = fastbert.accelerate(copy.deepcopy(slow)), copy.deepcopy(slow).double()
     mine, theirs = [], []
-    for ids in texts(ragged(250, 145, 144)):
+    for ids in texts(ragged((250, 145, 144))):
         truth = alone(exact, ids).last_hidden_state
         mine.append((fast(ids[None]).last_hidden_state.double() - truth).abs().flatten())
         theirs.append((alone(slow, ids).last_hidden_state.double() - truth).abs().flatten())
@@ -87,7 +82,7 @@ def test_error_in_half_precision_is_no_larger_than_the_stock_models(dtype):
 def test_what_attention_is_set_to():
     """A packed call switches nothing. A padded call is the stock model's, and so may switch for good."""
     slow, fast = models()
-    short, long = ({"input_ids": ids[None]} for ids in texts(ragged(100, 250)))
+    short, long = ({"input_ids": ids[None]} for ids in texts(ragged((100, 250))))
     by_blocks = alone(slow, long["input_ids"][0])
     for model in (slow, fast):
         model.set_attention_type("original_full")
@@ -111,7 +106,7 @@ def test_what_attention_is_set_to():
 @torch.no_grad()
 def test_blocks_that_have_changed():
     slow, fast = models()
-    (ids,) = texts(ragged(250))
+    (ids,) = texts(ragged((250,)))
     alone(slow, ids)
     for model in (slow, fast):
         for layer in model.encoder.layer:
@@ -126,7 +121,7 @@ def test_blocks_that_have_changed():
 def test_dropout():
     """Of the embeddings before their norm; of attention in short texts alone, by the config."""
     slow, fast = models()
-    long, short = (ids[None] for ids in texts(ragged(250, 100)))
+    long, short = (ids[None] for ids in texts(ragged((250, 100))))
     for model in (slow, fast):
         model.embeddings.dropout.p = 0.5
         model.embeddings.train()
@@ -151,7 +146,7 @@ def test_dropout():
 @torch.no_grad()
 def test_what_runs_as_stock(asked):
     slow, fast = models()
-    inputs = ragged(256, 200)
+    inputs = ragged((256, 200))
     if asked == "first token":
         inputs["attention_mask"][0, 0] = 0
     given = {"output_attentions": True} if asked == "attentions" else {}
@@ -175,7 +170,7 @@ def test_what_runs_as_stock(asked):
 @torch.no_grad()
 def test_hidden_states_of_a_long_text():
     slow, fast = models()
-    (ids,) = texts(ragged(161))
+    (ids,) = texts(ragged((161,)))
     with calls(fast, packed=1, fused=LAYERS):
         actual = fast(ids[None], output_hidden_states=True)
     expected = alone(slow, ids, output_hidden_states=True)
@@ -188,7 +183,7 @@ def test_hidden_states_of_a_long_text():
 def test_recomputed_activations(reentrant):
     slow, fast = (model.train() for model in models())
     fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    (ids,) = texts(ragged(161))
+    (ids,) = texts(ragged((161,)))
     for output in (fast(ids[None]), alone(slow, ids)):
         output.last_hidden_state.sin().sum().backward()
     same_gradients(fast, slow, 1e-9)
@@ -198,7 +193,7 @@ def test_recomputed_activations(reentrant):
 @torch.no_grad()
 def test_the_question_is_no_answer(lengths):
     slow, fast = models(auto=transformers.AutoModelForQuestionAnswering)
-    inputs = ragged(180, 160)
+    inputs = ragged((180, 160))
     inputs["input_ids"][:, 5] = 66
     given = {} if lengths is None else {"question_lengths": torch.tensor(lengths)[:, None]}
     with calls(fast, packed=1, fused=LAYERS):
@@ -214,7 +209,7 @@ def test_the_question_is_no_answer(lengths):
 @torch.no_grad()
 def test_a_folder_of_transformers_and_the_way_back(tmp_path):
     slow, fast = models()
-    (ids,) = texts(ragged(250))
+    (ids,) = texts(ragged((250,)))
     expected = alone(slow, ids)
     slow.save_pretrained(tmp_path)
     loaded = fastbert.accelerate(transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float64))

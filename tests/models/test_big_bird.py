@@ -18,10 +18,9 @@ from fastbert.execution.call import Call
 from fastbert.layers import block_sparse
 from fastbert.layers.batch import Blocks, PackedBatch
 from fastbert.layers.taps import Taps
-from fastbert.models.config import EncoderConfig
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
-from tests.support.model_pairs import NO_DROPOUT, close, kept_rows, native
+from tests.support.model_pairs import NO_DROPOUT, close, kept_rows, native, ragged
 
 LONG = {"num_hidden_layers": 2, "max_position_embeddings": 1040, "block_size": 16, "num_random_blocks": 2}
 FORMS = {
@@ -39,12 +38,6 @@ def both(form, auto=transformers.AutoModel, **config):
     """(transformers' model, ours) in float64 and in eval."""
     hf = hf_model("big_bird", auto, **{**FORMS[form], **NO_DROPOUT, **config})
     return hf.double(), native(hf).double()
-
-
-def ragged(lengths):
-    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def alone(hf, ids, **kwargs):
@@ -232,24 +225,3 @@ def test_words_alone_have_a_loss():
     inputs = ragged((20, 9))
     labels = inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)
     close(model(**inputs, labels=labels).loss, hf(**inputs, labels=labels).loss, 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"attention_type": "sparse"},
-            "attention_type: expected one of block_sparse, original_full, got 'sparse'",
-        ),
-        ({"block_size": 0}, "block_size: expected an integer >= 1"),
-        ({"num_random_blocks": -1}, "num_random_blocks: expected an integer >= 0"),
-        ({"rescale_embeddings": 1}, "rescale_embeddings: expected a boolean"),
-        ({"use_bias": None}, "use_bias: expected a boolean"),
-        ({"is_decoder": True}, "is_decoder: True is not supported with attention_type 'block_sparse'"),
-        ({"fixed_heads": ["learned"] * 12}, "fixed_heads"),
-    ],
-    ids=str,
-)
-def test_configs_of_other_mathematics_are_refused(keys, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        EncoderConfig("big_bird", **keys)

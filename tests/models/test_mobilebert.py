@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 import fastbert
 from fastbert.layers.form import SITES
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import dropout_seed
-from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import prepared
+from tests.support import model_pairs
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
-from tests.support.model_pairs import build, close, half_errors, kept_rows, native
+from tests.support.model_pairs import build, close, drops_as_its_module, kept_rows, native, no_larger_errors
 
 NARROW = {"intra_bottleneck_size": 24, "embedding_size": 16, "num_feedforward_networks": 3}
 FORMS = {
@@ -37,8 +36,7 @@ LENGTHS = (1, 2, 3, 40, 72, 17)
 
 
 def ragged(lengths=LENGTHS):
-    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    ids, mask = model_pairs.ragged(lengths).values()
     return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": ids % 2}
 
 
@@ -123,9 +121,7 @@ def test_hooks_on_every_module(form):
 @pytest.mark.parametrize("form", ["published", "LayerNorm"])
 def test_error_is_no_larger_than_transformers_own(form):
     hf = hf_model("mobilebert", num_hidden_layers=3, **FORMS[form])
-    mine, theirs = half_errors((native(hf), hf), torch.bfloat16, [ragged()])
-    assert mine.mean() <= theirs.mean()
-    assert mine.square().mean() <= theirs.square().mean()
+    no_larger_errors((native(hf), hf), torch.bfloat16, [ragged()])
 
 
 def test_float16_is_refused():
@@ -148,25 +144,8 @@ def test_float16_is_refused():
 )
 @torch.no_grad()
 def test_dropout_of_packed_tokens(form, path, site):
-    """As by the module in its place."""
-    model, ids = both(form)[1], ragged((9, 9))["input_ids"]
-    layer = model.train().layer_list()[1]
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    owner = layer.get_submodule(path)
-    owner.dropout.p = 0.5
-    torch.manual_seed(3)
-    found = model(ids).last_hidden_state
-    torch.manual_seed(3)
-    keep = keep_mask_2d(dropout_seed(model.device), 1 + SITES + site, 18, owner.dense.out_features, 0.5)
-
-    class Kept(torch.nn.Module):
-        def forward(self, x):
-            return 2 * x * keep.view_as(x)
-
-    owner.dropout = Kept()
-    close(found, model(ids).last_hidden_state, 1e-12)
+    path = f"encoder.layer.1.{path}.dropout"
+    drops_as_its_module(both(form)[1], ragged((9, 9))["input_ids"], path, 1 + SITES + site)
 
 
 @torch.no_grad()
@@ -227,25 +206,6 @@ def test_norm_of_a_file_is_the_configs(tmp_path):
     (tmp_path / "config.json").write_text(config.replace('"no_norm"', '"layer_norm"'))
     with pytest.raises(fastbert.CheckpointError, match="normalization_type"):
         fastbert.AutoModel.from_pretrained(tmp_path)
-
-
-REFUSED = [
-    ({"normalization_type": "rms_norm"}, "normalization_type"),
-    ({"classifier_activation": "tanh"}, "classifier_activation: expected a boolean"),
-    ({"use_bottleneck": 1}, "use_bottleneck: expected a boolean"),
-    ({"true_hidden_size": 64}, "true_hidden_size: expected 128"),
-    ({"key_query_shared_bottleneck": False}, "intra_bottleneck_size: expected hidden_size 512"),
-    ({"num_feedforward_networks": 0}, "num_feedforward_networks"),
-    ({"intra_bottleneck_size": 126}, "do not divide intra_bottleneck_size 126"),
-    ({"intermediate_sizes": [512] * 24}, "intermediate_sizes: expected None"),
-    ({"is_decoder": True}, "is_decoder"),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=str)
-def test_configs_of_other_mathematics_are_refused(keys, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        EncoderConfig("mobilebert", **keys)
 
 
 def test_narrow_embeddings_have_a_head():

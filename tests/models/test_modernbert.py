@@ -24,11 +24,13 @@ from tests.support.hf_models import batch, hf_config, hf_model
 from tests.support.model_pairs import (
     build,
     close,
-    half_errors,
     inputs_for,
     kept_rows,
     labels_for,
     native,
+    no_larger_errors,
+    ragged,
+    same_packed_and_alone,
     token_level,
 )
 
@@ -44,14 +46,6 @@ def both(**config):
     return hf, native(hf)
 
 
-def ragged(lengths=LENGTHS):
-    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
-    return {
-        "input_ids": ids,
-        "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long(),
-    }
-
-
 @pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(MORE, marks=pytest.mark.sweep)], ids=str)
 @torch.no_grad()
 def test_lengths_around_the_window(lengths):
@@ -62,16 +56,11 @@ def test_lengths_around_the_window(lengths):
     """
     hf, model = (copy.deepcopy(m).double() for m in both(local_attention=128))
     inputs = ragged(lengths)
-    kept = inputs["attention_mask"].bool()
-    found, wanted = kept_rows(model, inputs), kept_rows(hf, inputs)
-    close(found, wanted, 1e-9)
-    packed = dict(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int())
-    close(model(inputs["input_ids"][kept], **packed).last_hidden_state, found, 1e-12)
+    found = kept_rows(model, inputs)
+    close(found, kept_rows(hf, inputs), 1e-9)
+    same_packed_and_alone(model, inputs, found)
     first = model(**inputs, first_token_only=True).last_hidden_state[:, 0]
     close(first, model(**inputs).last_hidden_state[:, 0], 1e-12)
-    for row, length in enumerate(lengths):
-        alone = model(inputs["input_ids"][row : row + 1, :length]).last_hidden_state[0]
-        close(alone, found[sum(lengths[:row]) :][:length], 1e-12)
 
 
 @pytest.mark.sweep
@@ -79,9 +68,7 @@ def test_lengths_around_the_window(lengths):
 def test_error_is_no_larger_than_transformers_own(dtype, most):
     """In float32 the two differ by the order of sums alone."""
     hf, model = both(local_attention=128)
-    mine, theirs = half_errors((model, hf), dtype, [ragged((*LENGTHS, 300))])
-    assert mine.mean() <= most * theirs.mean()
-    assert mine.square().mean() <= most * theirs.square().mean()
+    no_larger_errors((model, hf), dtype, [ragged((*LENGTHS, 300))], most=most)
 
 
 # --- forms of the layers ------------------------------------------------------------------------------------

@@ -10,13 +10,12 @@ import transformers
 
 import fastbert
 from fastbert.checkpoint.files import CheckpointError
-from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.formats import FullSentences
 from fastbert.pretraining.objectives.permutation import Permutation
 from fastbert.runtime.dispatch import use_backend
 from tests.support.accelerated_models import same_gradients
 from tests.support.hf_models import hf_model
-from tests.support.model_pairs import NO_DROPOUT, close, half_errors, kept_rows, native
+from tests.support.model_pairs import NO_DROPOUT, close, kept_rows, native, no_larger_errors
 from tests.support.objectives import batch_of, built, numbered, tensors
 
 BATCH, LENGTH, PREDICTIONS = 4, 17, 5
@@ -154,9 +153,7 @@ def biased(hf: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_is_no_larger_than_transformers_own(dtype):
     hf = biased(hf_model("xlnet", num_hidden_layers=2))
-    mine, theirs = half_errors((native(hf), hf), dtype, [ragged(1, 70, 128), ragged(129, 40)])
-    assert mine.mean() <= theirs.mean()
-    assert mine.square().mean() <= theirs.square().mean()
+    no_larger_errors((native(hf), hf), dtype, [ragged(1, 70, 128), ragged(129, 40)])
 
 
 @pytest.mark.parametrize("lengths", [(1, 40), (128, 3), (129, 70, 128)], ids=str)
@@ -309,24 +306,6 @@ def test_the_permutation_objective_is_that_of_both_streams():
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.5 * first
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("attn_type", "both"),
-        ("summary_type", "attn"),
-        ("summary_use_proj", False),
-        ("summary_activation", None),
-        ("d_head", 5),
-        ("clamp_len", -2),
-        ("is_decoder", True),
-        ("pruned_heads", {0: [1]}),
-    ],
-)
-def test_configs_of_other_mathematics_are_named(key, value):
-    with pytest.raises(ValueError, match=f"config {key}: "):
-        EncoderConfig("xlnet", **{key: value})
 
 
 def test_what_is_refused(tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 import transformers
 
 import fastbert
+from fastbert.layers.modules import attach
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import dropout_seed
 from fastbert.models.heads.task_model import TaskModel
+from fastbert.ops.dropout import keep_mask_2d
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_model
 
 TASKS = (
@@ -175,3 +179,51 @@ def half_errors(
             assert out.dtype == dtype
             found.append((out.double() - truth).abs().flatten())
     return [torch.cat(found) for found in errors]
+
+
+def no_larger_errors(models: Sequence[torch.nn.Module], *how: object, most: float = 1.0) -> None:
+    """The first model's `half_errors` are no larger than the last one's, times `most`."""
+    mine, theirs = half_errors(models, *how)
+    assert mine.mean() <= most * theirs.mean()
+    assert mine.square().mean() <= most * theirs.square().mean()
+
+
+def ragged(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """A batch with padding on the right."""
+    ids = torch.randint(5, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def same_packed_and_alone(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], rows: torch.Tensor
+) -> None:
+    """`rows`, the hidden states of the tokens of a `ragged` batch, are those of any other batch."""
+    inputs = dict(inputs)
+    kept = inputs.pop("attention_mask").bool()
+    ends = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+    packed = model(**{name: t[kept] for name, t in inputs.items()}, cu_seqlens=ends).last_hidden_state
+    close(packed, rows, 1e-12)
+    for row, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+        alone = model(**{name: t[row : row + 1, : end - begin] for name, t in inputs.items()})
+        close(alone.last_hidden_state[0], rows[begin:end], 1e-12)
+
+
+def drops_as_its_module(model: torch.nn.Module, ids: torch.Tensor, path: str, site: int) -> None:
+    """Dropout at `path` on packed tokens, by the mask of a call site, is that of a module in its place."""
+    plain = model.eval()(ids).last_hidden_state
+    for name, module in model.train().named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5 if name == path else 0.0
+    torch.manual_seed(3)
+    found = model(ids).last_hidden_state
+    torch.manual_seed(3)
+    seed = dropout_seed(model.device)
+
+    class Kept(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x * keep_mask_2d(seed, site, x.shape[:-1].numel(), x.shape[-1], 0.5).view_as(x)
+
+    attach(model, path, Kept())
+    close(found, model(ids).last_hidden_state, 1e-12)
+    assert (found - plain).abs().max() > 0.1
