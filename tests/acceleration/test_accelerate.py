@@ -127,12 +127,7 @@ def test_second_call_changes_the_options_alone():
     ids=lambda options: "-".join(options),
 )
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("bert", "distilbert", "albert", "mpnet", "modernbert", "gte"),
-        "mobilebert",
-        "longformer",
-    ],
+    "name", [*("bert", "distilbert", "albert", "mpnet", "modernbert", "gte"), "mobilebert", "longformer"]
 )
 def test_options_give_the_stock_outputs_and_gradients(name, options):
     slow = stock(name).double()

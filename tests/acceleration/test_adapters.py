@@ -10,12 +10,16 @@ import torch
 import fastbert
 from tests.support.accelerated_models import (
     HEAD,
+    LAYERS,
     assert_close,
     assert_fused,
     assert_same_training,
     assert_stock,
+    calls,
     first_kept,
     relative,
+    same_gradients,
+    stock,
     tiny,
 )
 from tests.support.checkpoints import assert_same_state
@@ -69,6 +73,29 @@ def test_lora_trains_as_on_the_stock_model(order, name, targets):
         assert relative(stock(**inputs).logits, tiny(name=name)(**inputs).logits) > 1e-2
     assert_same_training(model, stock, inputs)
     assert_fused(model)
+
+
+LAYOUTS = {
+    "modernbert": ["Wqkv", "mlp.Wo"],
+    "nomic_bert": ["q_proj", "gate_proj"],
+    "eurobert": ["q_proj", "gate_proj"],
+    "deberta-v2": ["query_proj", "dense"],
+    "mobilebert": ["query", "bottleneck.input.dense", "intermediate.dense"],
+    "longformer": ["query", "key_global", "query_global"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_lora_in_other_layers(name):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=LAYOUTS[name], r=4, init_lora_weights=False)
+    slow = peft.get_peft_model(stock(name, HEAD), config).double().train()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    for model in (slow, fast):
+        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
+            model(**first_kept(name), labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    same_gradients(fast, slow, 1e-9)
 
 
 @pytest.mark.parametrize("order", ("lora-first", "accelerate-first"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -120,16 +118,3 @@ def test_8_bits_serve_packed_tokens_alone():
     inputs["attention_mask"][1, 0] = 0
     with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
         fast(**inputs)
-
-
-def test_lora():
-    peft = pytest.importorskip("peft")
-    slow, inputs = stock("deberta-v2", HEAD), first_kept("deberta-v2")
-    config = peft.LoraConfig(target_modules=["query_proj", "dense"], r=4, init_lora_weights=False)
-    torch.manual_seed(0)
-    slow = peft.get_peft_model(slow, config).double().train()
-    fast = fastbert.accelerate(copy.deepcopy(slow))
-    for model in (slow, fast):
-        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
-            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
-    same_gradients(fast, slow, 1e-9)

@@ -157,20 +157,6 @@ def test_dropouts():
     close(*found, 1e-9)
 
 
-def test_lora():
-    peft = pytest.importorskip("peft")
-    slow, inputs = both("published")[0], first_kept("mobilebert")
-    targets = ["query", "bottleneck.input.dense", "intermediate.dense"]
-    config = peft.LoraConfig(target_modules=targets, r=4, init_lora_weights=False)
-    torch.manual_seed(0)
-    slow = peft.get_peft_model(slow, config).double().train()
-    fast = fastbert.accelerate(copy.deepcopy(slow))
-    for model in (slow, fast):
-        with calls(model, **({"packed": 1, "fused": LAYERS, "stock": 0} if model is fast else {})):
-            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
-    same_gradients(fast, slow, 1e-9)
-
-
 @torch.no_grad()
 def test_files_and_restore(tmp_path):
     slow, _ = both()

@@ -137,11 +137,7 @@ def test_inputs_embeds_and_their_gradient(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("bert", "roberta", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"),
-        "mobilebert",
-    ],
+    "name", [*("bert", "roberta", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"), "mobilebert"]
 )
 def test_positions_and_types_given_by_hand(name):
     slow, fast = pair(name)
@@ -189,11 +185,7 @@ def test_roberta_counts_positions_by_ids_not_by_the_mask():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("bert", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"),
-        "mobilebert",
-        "longformer",
-    ],
+    [*("bert", "distilbert", "albert", "mpnet", "modernbert", "nomic_bert"), "mobilebert", "longformer"],
 )
 def test_tuples(name):
     slow, fast = pair(name)

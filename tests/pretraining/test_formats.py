@@ -29,11 +29,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3
 RELATIONS = ("next", "order", "three")
 # what a label says of the text
-MEANING = {
-    "next": ("next", "other"),
-    "order": ("next", "previous"),
-    "three": ("next", "previous", "other"),
-}
+MEANING = {"next": ("next", "other"), "order": ("next", "previous"), "three": ("next", "previous", "other")}
 
 
 def numbered(directory, sizes: list[list[int]]) -> Corpus:
