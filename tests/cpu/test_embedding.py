@@ -10,14 +10,7 @@ import torch
 from fastbert.backends import aten, cpu, reference
 from fastbert.ops.dropout import keep_mask_2d
 from tests.support.cpu_checks import assert_same_on_any_threads
-from tests.support.cpu_truth import (
-    HALF,
-    assert_rounds_to,
-    assert_same_bits,
-    in_float64,
-    randn,
-    strided_rows,
-)
+from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, in_float64, randn, strided_rows
 from tests.support.launchers import embedding_bwd, embedding_fwd
 
 DTYPES = (torch.float32, *HALF)

@@ -14,15 +14,7 @@ from fastbert.execution.plan import survey
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.encoder_layer import encoder_layer
 from fastbert.runtime import dispatch
-from tests.execution.test_cpu import (
-    BF16,
-    FLOAT,
-    assert_same_as_op_by_op,
-    fused_layers,
-    of,
-    op_by_op,
-    packed,
-)
+from tests.execution.test_cpu import BF16, FLOAT, assert_same_as_op_by_op, fused_layers, of, op_by_op, packed
 from tests.execution.test_gpu import padded_right
 from tests.support.hf_models import hf_model
 from tests.support.inputs import ends_of

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.emulator import (
-    Deadlock,
-    DivergentBarrier,
-    OutOfBounds,
-    Program,
-    SharedRace,
-    UninitialisedRead,
-)
+from tests.ptx.emulator import Deadlock, DivergentBarrier, OutOfBounds, Program, SharedRace, UninitialisedRead
 from tests.ptx.emulator.reports import BadLaunch
 from tests.ptx.texts import kernel
 

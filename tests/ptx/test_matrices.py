@@ -109,9 +109,7 @@ def test_mma_of_bytes(random):
     c = isa.scattered(isa.from_integers(added.ravel(), "s32").reshape(16, 8), 4, isa.place_c, 1)
     names = [registers(name, count) for name, count in (("d", 4), ("a", 4), ("b", 2), ("c", 4))]
     lines = declared(("a", 4), ("b", 2), ("c", 4), ("d", 4))
-    lines.append(
-        f"mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {', '.join(names)};",
-    )
+    lines.append(f"mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {', '.join(names)};")
     inputs = {f"%{n}{i}": v for n, vs in (("a", a), ("b", b), ("c", c)) for i, v in enumerate(vs)}
     got = run_instruction(lines, inputs, [f"%d{i}" for i in range(4)])
     found = isa.gathered(

@@ -7,14 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from tests.ptx.emulator import (
-    Deadlock,
-    DivergentBarrier,
-    Program,
-    SharedRace,
-    UninitialisedRead,
-    tensor_map,
-)
+from tests.ptx.emulator import Deadlock, DivergentBarrier, Program, SharedRace, UninitialisedRead, tensor_map
 from tests.ptx.emulator.reports import BadLaunch
 from tests.ptx.test_clusters import START, SYNC, wait
 from tests.ptx.texts import kernel

@@ -46,12 +46,7 @@ def test_what_a_gpu_is_checked_with_is_fair(op, dtype):
 
 
 @pytest.mark.parametrize(
-    ("capability", "multiprocessors", "of_linear"),
-    [
-        ((9, 0), 132, 3),
-        ((10, 0), 148, 3),
-        ((8, 6), 28, 2),
-    ],
+    ("capability", "multiprocessors", "of_linear"), [((9, 0), 132, 3), ((10, 0), 148, 3), ((8, 6), 28, 2)]
 )
 def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors, of_linear):
     pytest.importorskip("triton")

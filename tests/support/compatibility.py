@@ -53,10 +53,7 @@ def test(pair: str, part: str | None, wheels: dict[str, Path]) -> tuple[str, ...
     if python is None:
         return version, torch, "", "", f"not tried: no Python {version} here", today
     WORK.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=WORK) as name,
-        open(WORK / f"{version}-{torch}.log", "w") as log,
-    ):
+    with tempfile.TemporaryDirectory(dir=WORK) as name, open(WORK / f"{version}-{torch}.log", "w") as log:
         folder, tree = Path(name), Path(name, "tree")
         executable = folder / "venv" / "bin" / "python"
 

@@ -161,9 +161,7 @@ def kept_rows(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.
 
 @torch.no_grad()
 def half_errors(
-    models: Sequence[torch.nn.Module],
-    dtype: torch.dtype,
-    batches: Iterable[dict[str, torch.Tensor]],
+    models: Sequence[torch.nn.Module], dtype: torch.dtype, batches: Iterable[dict[str, torch.Tensor]]
 ) -> list[torch.Tensor]:
     """Per model in `dtype`: distances from the last model in float64 with the same rounded weights."""
     halves = [copy.deepcopy(model).to(dtype) for model in models]

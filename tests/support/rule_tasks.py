@@ -161,10 +161,7 @@ def write_squad2(folder: Path, draw: random.Random, train: int, dev: int) -> Non
             verb = draw.choice(VERBS) if impossible else "lives"
             texts = [f"{name} {verb} in {place} .", f"{' '.join(_sentence(draw))} ."]
             context = " ".join(draw.sample(texts, 2))
-            entry: dict[str, object] = {
-                "id": f"{split}-{i}",
-                "question": f"where does {name} live ?",
-            }
+            entry: dict[str, object] = {"id": f"{split}-{i}", "question": f"where does {name} live ?"}
             if split != "test":
                 at = context.index(place)
                 answers = [{"text": place, "answer_start": at}]

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 from unittest import mock
 
 import torch
@@ -33,18 +33,18 @@ from fastbert.ops.attention_inputs import Window
 from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.layer_norm import KINDS, LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
 from fastbert.ops.pooling import MODES
-from tests.support.launchers import embedding_bwd, embedding_fwd, layer_norm_bwd, layer_norm_fwd
+from tests.support.launchers import embedding_bwd, embedding_fwd
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes that a block may use
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
 TOKENS = 16384  # of most jobs: 32 sequences of 512
-# (name, architecture, call that launches)
-Jobs = Iterator[tuple[str, int, Callable[[], None]]]
+# (name, architecture, calls that launch)
+Jobs = Iterator[tuple]
 
 
 def title(*parts: object) -> str:
@@ -72,46 +72,29 @@ def of_kernels(op: str):
 # --- calls that launch --------------------------------------------------------------------------------------
 
 
-def call_layer_norm_plain(kernels, dtype, hidden: int) -> None:
-    """Launch LayerNorm without the optional inputs, and backward for dx alone and for the sums alone."""
-    t = empty(dtype)
-    x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
-    layer_norm_fwd(kernels, x, weight, weight, None, None, 1e-12, 0.0, None, 0, False)
-    layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
-    layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
+def call_norm(kernels, dtype, hidden: int, name: str) -> None:
+    """Launch a norm and its backward.
 
-
-def call_layer_norm_all(kernels, dtype, hidden: int) -> None:
-    t = empty(dtype)
-    x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
-    seed = t(1, dtype=I64)
-    layer_norm_fwd(kernels, x, weight, weight, x, weight, 1e-12, 0.1, seed, 3, True)
-    layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
-
-
-def call_other_norm_all(kind: str, kernels, dtype, hidden: int) -> None:
-    """Launch RMSNorm or NoNorm, and its backward with the gradient of the sum."""
-    t = empty(dtype)
-    x, weight, rstd = t(TOKENS, hidden), t(hidden, dtype=FP32), t(TOKENS, dtype=FP32)
-    seed = t(1, dtype=I64)
-    inputs = LayerNormInputs(x, weight, None, x, weight, 1e-6, 0.1, seed, 3, kind, True)
-    kernels.layer_norm_fwd(inputs, True)
-    saved = LayerNormSaved(x, weight, t(0, dtype=FP32), rstd, 0.1, seed, 3, kind)
-    kernels.layer_norm_bwd(x, saved, LayerNormNeeds(True, True, True, True), None, x)
-
-
-def call_layer_norm_mixed(kernels, dtype, hidden: int) -> None:
-    """Launch LayerNorm of half precision beside a residual in float32, as in training under autocast.
-
-    Backward takes the gradients of all outputs.
+    Args:
+        name: a kind of norm but LayerNorm, with the gradient of the sum; or LayerNorm, "plain", without the
+            optional inputs, and backward for dx alone and for the sums alone; "all"; "mixed", of half
+            precision beside a residual in float32, as in training under autocast, where backward takes the
+            gradients of all outputs.
     """
-    t = empty(FP32)
-    x, wide, weight = t(TOKENS, hidden, dtype=dtype), t(TOKENS, hidden), t(hidden)
-    rstd, seed = t(TOKENS), t(1, dtype=I64)
-    inputs = LayerNormInputs(x, weight, weight, wide, weight, 1e-12, 0.1, seed, 3)
-    kernels.layer_norm_fwd(inputs, True, True)
-    saved = LayerNormSaved(wide, weight, rstd, rstd, 0.1, seed, 3)
-    kernels.layer_norm_bwd(wide, saved, LayerNormNeeds(True, True, True, True, dtype), x, wide)
+    kind, t = name if name in KINDS else "layer_norm", empty(FP32)
+    mixed, plain, usual = name == "mixed", name == "plain", kind == "layer_norm"
+    x, weight, rstd = t(TOKENS, hidden, dtype=dtype), t(hidden), t(TOKENS)
+    wide = t(TOKENS, hidden) if mixed else x
+    dropout = (0.0, None, 0) if plain else (0.1, t(1, dtype=I64), 3)
+    optional = (None, None) if plain else (wide, weight)
+    bias, mean = (weight, rstd) if usual else (None, t(0))
+    inputs = LayerNormInputs(x, weight, bias, *optional, 1e-12, *dropout, kind, not usual)
+    kernels.layer_norm_fwd(inputs, not plain, mixed)
+    saved = LayerNormSaved(wide, weight, mean, rstd, *dropout, kind)
+    more = (x, wide) if mixed else () if usual else (None, x)
+    for dx in (True, False) if plain else (True,):
+        needs = LayerNormNeeds(dx, *[not (plain and dx)] * 3, *[dtype] * mixed)
+        kernels.layer_norm_bwd(wide, saved, needs, *more)
 
 
 def call_layer_norm(config, dtype, rows: int, hidden: int, dropout_p: float, backward: bool) -> None:
@@ -213,14 +196,6 @@ def call_linear(
     of_kernels("linear").linear_fwd_with(config, x, weight, *extras, save)
 
 
-def call_linear_gated(config, dtype, rows: int, in_features: int, columns: int, everything: bool) -> None:
-    t = empty(dtype)
-    x, weight = t(rows, in_features), t(2 * columns, in_features)
-    extras = (t(2 * columns), t(rows, columns)) if everything else (None, None)
-    given = x, weight, extras[0], "gelu", extras[1], everything, "first"
-    of_kernels("linear_gated").linear_fwd_with(config, *given)
-
-
 def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str | None) -> None:
     dy = empty(dtype)(rows, out_features)
     of_kernels("linear_backward").activation_bwd_with(config, dy, dy, activation, True, True)
@@ -297,13 +272,6 @@ def call_first_attention(
     kernels.first_attention_fwd_with(config, inputs)
 
 
-def call_packing(kernels, dtype, inner: int) -> None:
-    t = empty(dtype)
-    indices = t(8000, dtype=I64)
-    kernels.packing_fwd(t(TOKENS, inner), indices)
-    kernels.packing_bwd(t(8000, inner), indices, TOKENS)
-
-
 def call_cross_entropy(kernels, dtype, classes: int, smoothing: float) -> None:
     logits, labels = empty(dtype)(2500, classes), empty(I64)(2500)
     loss, lse, count = kernels.cross_entropy_fwd(logits, labels, -100, smoothing)
@@ -314,13 +282,6 @@ def call_pooling(kernels, dtype, width: int, mode: str) -> None:
     hidden, ends = empty(dtype)(TOKENS, width), empty(I32)(65)
     y = kernels.pooling_fwd(hidden, ends, mode)
     kernels.pooling_bwd(y, hidden, y, ends, mode)
-
-
-def call_rotary(kernels, dtype, heads: int, headdim: int, half: int, interleaved: bool, integer) -> None:
-    x = empty(dtype)(TOKENS, heads + heads // 2, headdim)[:, :heads]
-    table, positions = empty(FP32)(8192, half), empty(integer)(TOKENS)
-    kernels.rotary_fwd(x, table, table, positions, interleaved)
-    kernels.rotary_bwd(x, table, table, positions, interleaved)
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------
@@ -338,19 +299,15 @@ def layer_norm_jobs(kernels, full: bool) -> Jobs:
         blocks = tuple((n, -(-hidden // n)) for n in (kernels.columns(hidden, limit) for limit in limits))
         widths.setdefault((configs, blocks), hidden)
     widths = sorted({*widths.values(), 768, 1024})
-    few = (768, 12000)
-    for arch, dtype, hidden in product(SHARED_LIMIT, (BF16, FP16), widths):
-        if full or (dtype == BF16 and (hidden == 768 or (arch == 90 and hidden in few))):
-            call = partial(call_layer_norm_mixed, kernels, dtype, hidden)
-            yield title(dtype, "float32", hidden, "all"), arch, call
-    calls = {"all": call_layer_norm_all, "plain": call_layer_norm_plain}
-    calls |= {kind: partial(call_other_norm_all, kind) for kind in ("rms_norm", "no_norm")}
-    for arch, dtype, hidden, name in product(SHARED_LIMIT, (FP32, BF16, FP16), widths, calls):
-        default = dtype == BF16 and hidden == 768
-        if arch == 90:
-            default = name != "plain" and hidden in (few if dtype == BF16 else (768,))
-        if full or default:
-            yield title(dtype, hidden, name), arch, partial(calls[name], kernels, dtype, hidden)
+    names = ("mixed", "all", "plain", *(kind for kind in KINDS if kind != "layer_norm"))
+    for arch, dtype, hidden, name in product(SHARED_LIMIT, (FP32, BF16, FP16), widths, names):
+        default = hidden == 768 and dtype == BF16
+        if arch == 90 and name != "mixed":
+            default = hidden == 768
+        default |= arch == 90 and hidden == 12000 and dtype == BF16
+        default &= arch != 90 or name != "plain"
+        if (full and (name, dtype) != ("mixed", FP32)) or default:
+            yield title(dtype, hidden, name), arch, partial(call_norm, kernels, dtype, hidden, name)
 
 
 PLAIN = {
@@ -560,8 +517,10 @@ def linear_gated_jobs(kernels, full: bool) -> Jobs:
             if full or (usual and (arch == 90 or rung == ladder[0])):
                 config = kernels.halved(rung)
                 depth = 768 if aligned else 771
-                call = partial(call_linear_gated, config, dtype, TOKENS, depth, 1152, everything)
-                kind = "all" if everything else "bare"
+                t, kind = empty(dtype), "all" if everything else "bare"
+                bias, residual = (t(2304), t(TOKENS, 1152)) if everything else (None, None)
+                given = t(TOKENS, depth), t(2304, depth), bias, "gelu", residual, everything, "first"
+                call = partial(kernels.linear_fwd_with, config, *given)
                 yield title(dtype, depth, by(*config[:3]), kind), arch, call
     for arch, dtype, activation in product(SHARED_LIMIT, (BF16, FP16, FP32), ACTIVATIONS):
         if full or (dtype == BF16 and activation == "gelu"):
@@ -657,7 +616,12 @@ def packing_jobs(kernels, full: bool) -> Jobs:
     """By default 768 columns of two bytes; `full`: every size of element, one block of columns and more."""
     for arch, dtype, inner in product(SHARED_LIMIT, (BF16, torch.bool, FP32, I64), (1, 17, 768, 5000)):
         if full or (dtype == BF16 and inner == 768):
-            yield title(dtype, inner), arch, partial(call_packing, kernels, dtype, inner)
+            t, indices = empty(dtype), empty(I64)(8000)
+            calls = (
+                partial(kernels.packing_fwd, t(TOKENS, inner), indices),
+                partial(kernels.packing_bwd, t(8000, inner), indices, TOKENS),
+            )
+            yield title(dtype, inner), arch, *calls
 
 
 def cross_entropy_jobs(kernels, full: bool) -> Jobs:
@@ -687,23 +651,21 @@ def rotary_jobs(kernels, full: bool) -> Jobs:
     shapes = (24, 64, 32), (32, 128, 64), (24, 64, 16), (5, 80, 33), (1, 3, 1)
     for arch, dtype, shape, interleaved in product(SHARED_LIMIT, (BF16, FP16, FP32), shapes, (False, True)):
         if full or (dtype == BF16 and shape == shapes[0]):
+            heads, headdim, half = shape
+            x, table = empty(dtype)(TOKENS, heads + heads // 2, headdim)[:, :heads], empty(FP32)(8192, half)
+            args = x, table, table, empty(I64 if full else I32)(TOKENS), interleaved
             name = title(dtype, by(*shape), "interleaved" if interleaved else "halves")
-            yield name, arch, partial(call_rotary, kernels, dtype, *shape, interleaved, I64 if full else I32)
+            yield name, arch, *(partial(call, *args) for call in (kernels.rotary_fwd, kernels.rotary_bwd))
 
 
-JOBS = {
-    jobs.__name__.removesuffix("_jobs"): jobs
-    for jobs in (
-        *(attention_jobs, attention_backward_jobs, attention_places_jobs, attention_received_jobs),
-        attention_relative_jobs,
-        *(cross_entropy_jobs, embedding_jobs),
-        *(feed_forward_jobs, first_attention_jobs, layer_norm_jobs, linear_jobs, linear_backward_jobs),
-        *(linear_fp8_jobs, linear_gated_jobs, linear_int8_jobs, linear_norm_jobs),
-        *(packing_jobs, pooling_jobs, rotary_jobs),
-    )
-}
+JOBS = {name.removesuffix("_jobs"): jobs for name, jobs in sorted(vars().items()) if name.endswith("_jobs")}
 
 # --- what the tuner may time --------------------------------------------------------------------------------
+
+
+def in_config(call: Callable[..., None], *sizes, **options) -> Callable:
+    """A function of a config that launches."""
+    return lambda config: call(config, *sizes, **options)
 
 
 def tuning_uses(task, arch: int) -> dict[str, Callable]:
@@ -712,24 +674,20 @@ def tuning_uses(task, arch: int) -> dict[str, Callable]:
 
     case, dtype = task.case, task.dtype
     if task.op == "linear":
-        sizes = dtype, case.rows, case.in_features, case.out_features
+        call = partial(in_config, call_linear, dtype, case.rows, case.in_features, case.out_features)
         timed = {"bias": case.bias, "activation": case.activation, "residual": case.residual}
-        most = timed | {"bias": True, "save": True}
-        return {
-            "timed": lambda c: call_linear(c, *sizes, **timed),
-            "most": lambda c: call_linear(c, *sizes, **most),
-        }
+        return {"timed": call(**timed), "most": call(**timed | {"bias": True, "save": True})}
     if task.op == "linear_bwd":
-        return {"most": lambda c: call_linear_bwd(c, dtype, case.rows, case.out_features, case.activation)}
+        return {"most": in_config(call_linear_bwd, dtype, case.rows, case.out_features, case.activation)}
     if task.op == "feed_forward_bwd":
         sizes = dtype, case.rows, case.out, case.inner, case.activation, True
-        return {"most": lambda c: call_feed_forward(arch, c, *sizes)}
+        return {"most": in_config(partial(call_feed_forward, arch), *sizes)}
     if task.op == "linear_norm":
         sizes = dtype, case.rows, case.in_features, case.out_features, case.arrivals
-        return {"most": lambda c: call_linear_norm(c, *sizes)}
+        return {"most": in_config(call_linear_norm, *sizes)}
     if task.op.startswith("layer_norm"):
         sizes = dtype, case.rows, case.hidden, case.dropout_p, tune.KINDS[task.op].backward
-        return {"most": lambda c: call_layer_norm(c, *sizes)}
+        return {"most": in_config(call_layer_norm, *sizes)}
     sizes = dtype, case.headdim, case.total, case.nheads, len(case.lengths), case.max_seqlen
     timed = {"dropout_p": case.dropout_p}
     if task.op == "attention_bwd":
@@ -740,7 +698,7 @@ def tuning_uses(task, arch: int) -> dict[str, Callable]:
         def launch(config, **given) -> None:
             call_attention_bwd(whole._replace(**{tune.part_of(task): config}), *sizes, **given)
 
-        return {"timed": lambda c: launch(c, **timed), "most": lambda c: launch(c, **timed, **MORE)}
+        return {"timed": in_config(launch, **timed), "most": in_config(launch, **timed, **MORE)}
     most = timed | MORE
     if case.dropout_p:
         most |= {"save_bits": dtype != FP32}
@@ -749,8 +707,7 @@ def tuning_uses(task, arch: int) -> dict[str, Callable]:
         timed |= {"bias": (batch, 1, 1, longest)}
         most |= {"bias": (batch, case.nheads, longest, longest), "probs": True}
     return {
-        "timed": lambda c: call_attention(c, *sizes, **timed),
-        "most": lambda c: call_attention(c, *sizes, **most),
+        name: in_config(call_attention, *sizes, **given) for name, given in (("timed", timed), ("most", most))
     }
 
 
@@ -868,10 +825,7 @@ def resources(cubin: bytes, code: bool = False) -> dict:
 
 
 def results(
-    module,
-    jobs: Iterator[tuple],
-    max_registers: int | None = None,
-    code: bool = True,
+    module, jobs: Iterator[tuple], max_registers: int | None = None, code: bool = True
 ) -> Iterator[dict]:
     """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
 
@@ -882,8 +836,8 @@ def results(
     from triton.backends.compiler import GPUTarget
 
     known: dict[str, dict] = {}
-    for name, arch, call in jobs:
-        for kernel, args, config in recorded(module, call):
+    for name, arch, *calls in jobs:
+        for kernel, args, config in chain(*(recorded(module, call) for call in calls)):
             src, options = source(kernel, args, config, max_registers)
             key = repr((kernel.fn.__name__, arch, src.signature, src.constants, src.attrs, options))
             if key not in known:

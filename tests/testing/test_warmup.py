@@ -148,7 +148,7 @@ def test_a_slower_kernel_is_no_failure_and_its_times_are_shown(planted, run, fak
         "for unit in units:\n"
         "    ms = 3.0 if unit[2] == 'float16' else 0.5\n"
         "    reason = 'slower than aten: 3.00 x its time' if ms > 1 else None\n"
-        "    end(reason, 'slower' if reason else 'passed', [['5x96', 'forward', ms, 'aten', 1.0]])\n",
+        "    end(reason, 'slower' if reason else 'passed', [['5x96', 'forward', ms, 'aten', 1.0]])\n"
     )
     lines = run("warmup", "--device", "cpu").splitlines()
     assert lines[2].endswith("pass, 0.50 x the time of aten")

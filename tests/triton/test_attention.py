@@ -50,11 +50,7 @@ def cut(block_m: int, block_n: int, split: bool, chunk: int | None = None):
 
 
 # Small tiles, so that short sequences have many: high, wide, equal; with a loop for masked blocks or without.
-CUTS = {
-    "32x16": cut(32, 16, True),
-    "16x32": cut(16, 32, True),
-    "16x16-one-loop": cut(16, 16, False, 16),
-}
+CUTS = {"32x16": cut(32, 16, True), "16x32": cut(16, 32, True), "16x16-one-loop": cut(16, 16, False, 16)}
 
 
 @pytest.fixture(params=CUTS)

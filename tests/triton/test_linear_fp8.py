@@ -177,8 +177,5 @@ def check(rows, depth, dtype, seed):
 
 
 test_fuzz, test_fuzz_long = fuzz_tests(
-    check,
-    st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(0, 2), st.integers(0, 9)),
-    12,
-    200,
+    check, st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(0, 2), st.integers(0, 9)), 12, 200
 )

@@ -118,10 +118,7 @@ class EmbeddingCase(Case):
         return ids + rows + self.tokens * (self.hidden * self.bits // 8 + 4 * bool(self.bits))
 
 
-SMALL = [
-    EmbeddingCase(6, 11, 96, padding_idx=0),
-    EmbeddingCase(5, 11, 100, position=False, dropout_p=0.25),
-]
+SMALL = [EmbeddingCase(6, 11, 96, padding_idx=0), EmbeddingCase(5, 11, 100, position=False, dropout_p=0.25)]
 ON_GPU = [
     EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1),  # the blocks of base and large
     EmbeddingCase(600, 3, 64),  # tables whose gradients are sums in several steps

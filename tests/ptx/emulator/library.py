@@ -79,10 +79,7 @@ def engine() -> ctypes.CDLL:
     library.ptx_forms.restype = ctypes.c_char_p
     library.ptx_warnings.restype = ctypes.c_char_p
     library.ptx_kernel.restype = ctypes.c_void_p
-    library.ptx_kernel.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_uint64) * 3,
-        *(ctypes.c_uint32,) * 5,
-    ]
+    library.ptx_kernel.argtypes = [*(ctypes.c_void_p, ctypes.c_uint64) * 3, *(ctypes.c_uint32,) * 5]
     library.ptx_kernel_free.argtypes = [ctypes.c_void_p]
     library.ptx_launch.argtypes = [ctypes.c_void_p, ctypes.POINTER(Request), ctypes.POINTER(Report)]
     return library

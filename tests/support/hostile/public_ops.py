@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from fastbert.ops.pooling import pooling
 from fastbert.ops.rotary import rotary
 from tests.support.hostile.custom_ops import (
     attention_operands,
+    distillation_operands,
     embedding_operands,
     received_operands,
     rotary_operands,
@@ -55,8 +57,9 @@ from tests.support.hostile.values import (
 
 # Tables of rotary positions, whose dtype is their own
 TABLES = ("cos", "sin")
+DISTILLED = ("x", "weight", "bias", "teacher_x", "teacher_weight", "teacher_bias")
 # Floating-point operands without a gradient
-FIXED = (*TABLES, "teacher_x", "teacher_weight", "teacher_bias")
+FIXED = (*TABLES, *DISTILLED[3:])
 
 
 class Public(NamedTuple):
@@ -75,18 +78,21 @@ def layer_call(**kwargs):
     return encoder_layer_op.encoder_layer(kwargs.pop("launch"), kwargs.pop("x"), [layer], **kwargs)
 
 
+def linears_of(shapes, kind):
+    """Weights of these shapes, as launchers take them."""
+    if kind != "linear_int8":
+        return [(floats(*s), None, None, floats(s[0]), None) for s in shapes]
+    pack = int8_panels(torch.device("cpu"), torch.float32)
+    weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
+    return [(w, pack(w), torch.ones(len(w)), floats(len(w)), torch.ones(w.shape[1])) for w in weights]
+
+
 def layer_operands(kind="linear"):
     make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
     hidden, inner = HEADS * DIM, 7
-    shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
-    linears = [(floats(*s), None, None, floats(s[0]), None) for s in shapes]
-    if kind == "linear_int8":  # query, key and value are one product
-        shapes[:3] = [(3 * hidden, hidden)]
-        pack = int8_panels(torch.device("cpu"), torch.float32)
-        weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
-        linears = [
-            (w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0]), torch.ones(w.shape[1])) for w in weights
-        ]
+    # in 8 bits query, key and value are one product
+    shapes = [(3 * hidden, hidden)] if kind == "linear_int8" else [(hidden, hidden)] * 3
+    linears = linears_of([*shapes, (hidden, hidden), (inner, hidden), (hidden, inner)], kind)
     weights = make(linears, [(floats(hidden), floats(hidden))] * 2)
     return {
         "launch": launch,
@@ -118,19 +124,11 @@ def narrow_operands(kind="linear"):
     feed = [(inner, width), (width, inner)]
     shapes = [(hidden, width), (hidden, width), (hidden, hidden), (width, hidden), *feed]
     shapes += [(width, hidden), (hidden, width), (width, hidden), *feed]
-    weights = [floats(*s) for s in shapes]
-    linears = [(w, None, None, floats(w.shape[0]), None) for w in weights]
-    if kind == "linear_int8":
-        pack = int8_panels(torch.device("cpu"), torch.float32)
-        weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
-        linears = [
-            (w, pack(w), torch.ones(w.shape[0]), floats(w.shape[0]), torch.ones(w.shape[1])) for w in weights
-        ]
     make, _launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, kind)
     norms = [(floats(size), floats(size)) for size in (width, width, width, hidden, width, width)]
     return {
         **operands,
-        "weights": make(linears, norms),
+        "weights": make(linears_of(shapes, kind), norms),
         "narrow": NarrowBlocks(width, keys=True, values=False, feeds=1),
     }
 
@@ -165,14 +163,23 @@ def layers_call(x, cu_seqlens, max_seqlen, bias=None, activation="gelu", eps=1e-
     return encoder_layers(x, LayerStack([layer]), cu_seqlens, max_seqlen, bias=bias)[0]
 
 
-def both_of_rms_norm(x, weight, x_bias=None, residual=None):
-    y, z = rms_norm(x, weight, x_bias=x_bias, residual=residual, eps=1e-6, return_sum=True)
-    return y + z
+def both_of(norm, **options):
+    """The sum of both results: the normalised rows, and what was added up."""
+    return wraps(norm)(lambda **operands: sum(norm(**operands, **options, return_sum=True)))
 
 
-def both_of_no_norm(x, weight, bias=None, x_bias=None, residual=None):
-    y, z = no_norm(x, weight, bias, x_bias=x_bias, residual=residual, return_sum=True)
-    return y + z
+def norm_operands(*vectors):
+    return {"x": floats(4, 5), **{name: floats(5) for name in vectors}, "residual": floats(4, 5)}
+
+
+def linear_operands(columns, **options):
+    given = dict(x=floats(40, 5), weight=floats(columns, 5), bias=floats(columns), residual=floats(40, 3))
+    return given | {"activation": "gelu", **options}
+
+
+def feed_operands(columns, **options):
+    given = dict(x=floats(40, 5), up_weight=floats(columns, 5), up_bias=floats(columns))
+    return given | {"down_weight": floats(3, 7), "activation": "gelu", **options}
 
 
 def public_attention():
@@ -188,6 +195,9 @@ WORDED_LENGTHS = [
     ({"max_seqlen": -1}, "max_seqlen"),
 ]
 WORDED_BIASES = [(row, "bias: expected") for row in BIASES]
+WORDED_LABELS = [(row, "labels") for row in WRONG_LABELS]
+WORDED_INDICES = [(row, "indices") for row in WRONG_INDICES if "indices" in row]
+WORDED_TABLES = [({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"), ({"sin": floats(5, 2)}, "sin")]
 PUBLIC = {
     "attention": Public(attention, public_attention, [*WORDED_LENGTHS, *WORDED_BIASES]),
     "attention_received": Public(
@@ -195,16 +205,12 @@ PUBLIC = {
         received_operands,
         [
             *WORDED_LENGTHS,
-            ({"lse": floats(TOTAL, HEADS)}, "lse"),
-            ({"lse": floats(HEADS, TOTAL).double()}, "lse"),
+            *(({"lse": lse}, "lse") for lse in (floats(TOTAL, HEADS), floats(HEADS, TOTAL).double())),
         ],
     ),
     "attention, padded": Public(
         attention,
-        lambda: {
-            **{name: floats(BATCH, LONGEST, HEADS, DIM) for name in ("q", "k", "v")},
-            "bias": floats(*CELLS),
-        },
+        lambda: {name: floats(BATCH, LONGEST, HEADS, DIM) for name in "qkv"} | {"bias": floats(*CELLS)},
         WORDED_BIASES,
     ),
     "encoder_layer": Public(
@@ -221,8 +227,7 @@ PUBLIC = {
             ({"x": floats(TOTAL, HEADS)}, "weights"),
             ({"x": floats(7, HEADS * DIM)}, "cu_seqlens|positions"),
             *(({"positions": ints(*[bad] * TOTAL)}, "positions") for bad in (6, -1, 2**62, -(2**63))),
-            ({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"),
-            ({"sin": floats(5, 2)}, "sin"),
+            *WORDED_TABLES,
         ],
         False,
     ),
@@ -258,9 +263,7 @@ PUBLIC = {
         False,
     ),
     "cross_entropy": Public(
-        cross_entropy,
-        lambda: {"logits": floats(4, 5), "labels": ints(0, 4, -100, 2)},
-        [(row, "labels") for row in WRONG_LABELS],
+        cross_entropy, lambda: dict(logits=floats(4, 5), labels=ints(0, 4, -100, 2)), WORDED_LABELS
     ),
     "embedding": Public(
         embedding,
@@ -271,22 +274,14 @@ PUBLIC = {
     ),
     "first_attention": Public(
         first_attention,
-        lambda: {
-            "x": floats(TOTAL, 5),
-            "q": floats(BATCH, HEADS, DIM),
-            "key_weight": floats(HEADS * DIM, 5),
-            "value_weight": floats(HEADS * DIM, 5),
-            "value_bias": floats(HEADS * DIM),
-            "cu_seqlens": ints(*ENDS, dtype=INT32),
-            "softmax_scale": 0.5,
-            "bias": floats(*CELLS),
-            "gate": floats(HEADS),
-        },
+        lambda: dict(
+            **dict(x=floats(TOTAL, 5), q=floats(BATCH, HEADS, DIM), softmax_scale=0.5),
+            **{f"{name}_weight": floats(HEADS * DIM, 5) for name in ("key", "value")},
+            **dict(value_bias=floats(HEADS * DIM), cu_seqlens=ints(*ENDS, dtype=INT32)),
+            **dict(bias=floats(*CELLS), gate=floats(HEADS)),
+        ),
         [
-            *(
-                ({"cu_seqlens": ints(*ends, dtype=INT32)}, words.replace("max_seqlen", "bias"))
-                for ends, words in WRONG_ENDS
-            ),
+            *((row, words.replace("max_seqlen", "bias")) for row, words in WORDED_LENGTHS[: len(WRONG_ENDS)]),
             *WORDED_BIASES,
             ({"q": floats(BATCH + 1, HEADS, DIM)}, "cu_seqlens"),
             ({"q": floats(BATCH, HEADS, DIM + 1)}, "key_weight"),
@@ -294,42 +289,12 @@ PUBLIC = {
         ],
         False,
     ),
-    "layer_norm": Public(
-        layer_norm,
-        lambda: {
-            "x": floats(4, 5),
-            **{n: floats(5) for n in ("weight", "bias", "x_bias")},
-            "residual": floats(4, 5),
-        },
-        [],
-    ),
-    "layer_norm, none": Public(
-        both_of_no_norm,
-        lambda: {
-            "x": floats(4, 5),
-            **{n: floats(5) for n in ("weight", "bias", "x_bias")},
-            "residual": floats(4, 5),
-        },
-        [],
-    ),
-    "layer_norm, rms": Public(
-        both_of_rms_norm,
-        lambda: {
-            "x": floats(4, 5),
-            **{n: floats(5) for n in ("weight", "x_bias")},
-            "residual": floats(4, 5),
-        },
-        [],
-    ),
+    "layer_norm": Public(layer_norm, partial(norm_operands, "weight", "bias", "x_bias"), []),
+    "layer_norm, none": Public(both_of(no_norm), partial(norm_operands, "weight", "bias", "x_bias"), []),
+    "layer_norm, rms": Public(both_of(rms_norm, eps=1e-6), partial(norm_operands, "weight", "x_bias"), []),
     "feed_forward": Public(
         feed_forward,
-        lambda: {
-            "x": floats(40, 5),
-            "up_weight": floats(7, 5),
-            "up_bias": floats(7),
-            "down_weight": floats(3, 7),
-            "activation": "gelu",
-        },
+        lambda: feed_operands(7),
         [
             ({"up_weight": floats(7, 4)}, "up_weight"),
             ({"up_bias": floats(3)}, "up_bias"),
@@ -340,14 +305,7 @@ PUBLIC = {
     ),
     "feed_forward, gated": Public(
         feed_forward,
-        lambda: {
-            "x": floats(40, 5),
-            "up_weight": floats(14, 5),
-            "up_bias": floats(14),
-            "down_weight": floats(3, 7),
-            "activation": "gelu",
-            "gated": "second",
-        },
+        lambda: feed_operands(14, gated="second"),
         [
             ({"up_weight": floats(7, 5)}, "up_weight"),
             ({"up_bias": floats(7)}, "up_bias"),
@@ -355,86 +313,55 @@ PUBLIC = {
             ({"gated": "third"}, "gated"),
         ],
     ),
-    "linear": Public(
-        linear,
-        lambda: {
-            "x": floats(40, 5),
-            "weight": floats(3, 5),
-            "bias": floats(3),
-            "activation": "gelu",
-            "residual": floats(40, 3),
-        },
-        [],
-    ),
+    "linear": Public(linear, lambda: linear_operands(3), []),
     "linear, gated": Public(
         linear,
-        lambda: {
-            "x": floats(40, 5),
-            "weight": floats(6, 5),
-            "bias": floats(6),
-            "activation": "gelu",
-            "residual": floats(40, 3),
-            "gated": "first",
-        },
+        lambda: linear_operands(6, gated="first"),
         [({"gated": "third"}, "gated"), ({"activation": None}, "activation")],
     ),
     "linear_norm": Public(
         linear_norm,
-        lambda: {
-            "x": floats(4, 5),
-            "weight": floats(3, 5),
-            "bias": floats(3),
-            "residual": floats(4, 3),
-            "norm_weight": floats(3),
-            "norm_bias": floats(3),
-        },
+        lambda: (
+            dict(x=floats(4, 5), weight=floats(3, 5), residual=floats(4, 3))
+            | {n: floats(3) for n in ("bias", "norm_weight", "norm_bias")}
+        ),
         [({"arrivals": floats(16)}, "arrivals"), ({"arrivals": ints(0, dtype=INT32)}, "arrivals")],
         False,
     ),
     "linear, panels": Public(
         linear,
-        lambda: {"x": floats(40, 5), "weight": floats(3, 5), "panels": torch.zeros(panels_size(5, 3))},
+        lambda: dict(x=floats(40, 5), weight=floats(3, 5), panels=torch.zeros(panels_size(5, 3))),
         [({"panels": floats(5)}, "panels"), ({"panels": floats(64, 5)}, "panels")],
         False,
     ),
     "linear_cross_entropy": Public(
         linear_cross_entropy,
-        lambda: {"x": floats(4, 5), "weight": floats(5, 5), "bias": None, "labels": ints(0, 4, -100, 2)},
-        [(row, "labels") for row in WRONG_LABELS],
+        lambda: dict(x=floats(4, 5), weight=floats(5, 5), bias=None, labels=ints(0, 4, -100, 2)),
+        WORDED_LABELS,
     ),
     "linear_distillation": Public(
         linear_distillation,
-        lambda: {
-            **{"x": floats(4, 5), "weight": floats(6, 5), "bias": floats(6)},
-            **{"teacher_x": floats(4, 3), "teacher_weight": floats(6, 3), "teacher_bias": floats(6)},
-        },
+        lambda: dict(zip(DISTILLED, distillation_operands(), strict=False)),
         [({"temperature": t}, "temperature") for t in (0.0, -1.0, float("nan"), float("inf"))],
     ),
     "linear_fp8": Public(
         linear_fp8,
-        lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5).to(FP8), "scale": torch.ones(3)},
+        lambda: dict(x=floats(4, 5), weight=torch.ones(3, 5).to(FP8), scale=torch.ones(3)),
         [({"input_activation": "mish"}, "input_activation")],
     ),
     "linear_int8": Public(
         linear_int8,
-        lambda: {
-            "x": floats(4, 5),
-            "weight": torch.ones(3, 5, dtype=torch.int8),
-            "scale": torch.ones(3),
-            "smooth": torch.ones(5),
-        },
+        lambda: dict(
+            x=floats(4, 5), weight=torch.ones(3, 5).char(), scale=torch.ones(3), smooth=torch.ones(5)
+        ),
         [({"smooth": torch.ones(4)}, "smooth")],
     ),
-    "pack": Public(
-        pack,
-        lambda: {"x": floats(2, 3, 5), "indices": ints(1, 2, 5)},
-        [(row, "indices") for row in WRONG_INDICES if "indices" in row],
-    ),
+    "pack": Public(pack, lambda: dict(x=floats(2, 3, 5), indices=ints(1, 2, 5)), WORDED_INDICES),
     "unpack": Public(
         unpack,
-        lambda: {"x": floats(3, 5), "indices": ints(1, 2, 5), "batch": 2, "seqlen": 3},
+        lambda: dict(x=floats(3, 5), indices=ints(1, 2, 5), batch=2, seqlen=3),
         [
-            *((row, "indices") for row in WRONG_INDICES if "indices" in row),
+            *WORDED_INDICES,
             ({"batch": 1}, "indices"),
             ({"batch": -1}, "batch"),
             ({"x": floats(4, 5)}, "x: expected"),
@@ -442,7 +369,7 @@ PUBLIC = {
     ),
     "pooling": Public(
         pooling,
-        lambda: {"hidden": floats(TOTAL, 4), "cu_seqlens": ints(*ENDS), "mode": "max"},
+        lambda: dict(hidden=floats(TOTAL, 4), cu_seqlens=ints(*ENDS), mode="max"),
         [({"cu_seqlens": ints(*ends)}, words) for ends, words in WRONG_ENDS if words == "cu_seqlens"],
     ),
     "rotary": Public(
@@ -450,8 +377,7 @@ PUBLIC = {
         lambda: dict(zip(("x", "cos", "sin", "positions"), rotary_operands(), strict=False)),
         [
             *((row, "positions") for row in WRONG_POSITIONS),
-            ({"cos": floats(6, 3), "sin": floats(6, 3)}, "cos"),
-            ({"sin": floats(5, 2)}, "sin"),
+            *WORDED_TABLES,
             ({"x": floats(1, 4, 3, 5)}, "positions"),
             ({"x": floats(1, 7, 3, 5), "positions": None}, "cos"),
         ],
