@@ -1,4 +1,4 @@
-"""csrc/cuda/attention*.cu and their host code, as nvcc compiles them for sm_80 and sm_90a, emulated."""
+"""csrc/cuda/attention*.cu and their host code, as nvcc compiles them for sm_90a, emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""csrc/cuda/attention_backward*.cu as nvcc compiles them for sm_80 and sm_90a, in the PTX emulator."""
+"""csrc/cuda/attention_backward*.cu as nvcc compiles them for sm_90a, in the PTX emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn shapes of the CUDA kernels, as nvcc compiles them for sm_80, in the PTX emulator.
+"""Drawn shapes of the CUDA kernels, as nvcc compiles them for sm_90a, in the PTX emulator.
 
 128 calls of attention and 160 of linear, forward and backward, each with its own schedule of copies and order
 of warps.

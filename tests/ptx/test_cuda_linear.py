@@ -1,4 +1,4 @@
-"""csrc/cuda/linear*.cu as nvcc compiles them for sm_80, with their host code, in the PTX emulator."""
+"""csrc/cuda/linear*.cu as nvcc compiles them for sm_90a, with their host code, in the PTX emulator."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from tests.ptx.emulator import (
     BlockOverlap,
     Deadlock,
     DivergentBarrier,
+    EarlyAccess,
     Misaligned,
     OutOfBounds,
     Program,
@@ -274,3 +275,29 @@ def test_a_block_waits_for_another(seed):
         st.global.u32 [%rd4], %r1;
     $L__end:"""
     assert run(body, threads=32, blocks=2, seed=seed)[32:].tolist() == [0] * 32
+
+
+ACCESSES = (
+    "ld.global.u32 %r5, [%rd4];",
+    "st.global.u32 [%rd4], %r1;",
+    "red.global.add.u32 [%rd4], %r1;",
+    "cp.async.ca.shared.global [%r3], [%rd4], 4; cp.async.wait_all;",
+)
+
+
+@pytest.mark.parametrize("access", ACCESSES, ids=lambda access: access.split()[0])
+def test_an_access_before_the_kernels_before_have_ended(access):
+    """A kernel before may write y, but not x."""
+    x, y = (torch.zeros(64, dtype=torch.int32) for _ in range(2))
+    early, wait = "griddepcontrol.launch_dependents; ld.global.u32 %r6, [%rd3];", "griddepcontrol.wait;"
+
+    def run_chained(body):
+        Program(kernel(START + body, shared=1024)).launch("k", (2,), (32,), [x, y], **options)
+
+    options = {"constant": [x], "check_overlap": False}
+    run_chained(early + wait + access)
+    for body in (access + wait, f"setp.eq.u32 %p1, %r1, 7; @%p1 {wait} {access}", early):
+        with pytest.raises(EarlyAccess):
+            run_chained(body)
+    options = {"check_overlap": False}
+    run_chained(access)

@@ -214,14 +214,34 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
     return index_of(host) < 0 ? result(cudaErrorInvalidDeviceFunction) : cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, std::size_t shared,
-                             cudaStream_t) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
     if (idle) return cudaSuccess;
     const int kernel = index_of(host);
     if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
     if (launch_in_python == nullptr) return result(cudaErrorNoDevice);
-    const unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
-    return result(static_cast<cudaError_t>(launch_in_python(kernel, sizes, shared, arguments)));
+    const dim3 grid = config->gridDim, block = config->blockDim;
+    unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z, 1, 0};
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const cudaLaunchAttributeValue& value = config->attrs[i].val;
+        const auto& cluster = value.clusterDim;
+        if (config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization)
+            sizes[7] = value.programmaticStreamSerializationAllowed;
+        else if (config->attrs[i].id == cudaLaunchAttributeClusterDimension && cluster.y == 1 &&
+                 cluster.z == 1)
+            sizes[6] = cluster.x;
+        else
+            return result(cudaErrorInvalidValue);
+    }
+    // what every device takes
+    if (sizes[6] < 1 || sizes[6] > 8 || grid.x % sizes[6] != 0) return result(cudaErrorInvalidValue);
+    return result(
+        static_cast<cudaError_t>(launch_in_python(kernel, sizes, config->dynamicSmemBytes, arguments)));
+}
+
+cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, std::size_t shared,
+                             cudaStream_t stream) {
+    const cudaLaunchConfig_t config{grid, block, shared, stream, nullptr, 0};
+    return cudaLaunchKernelExC(&config, host, arguments);
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,

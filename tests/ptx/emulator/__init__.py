@@ -5,6 +5,7 @@ from tests.ptx.emulator.reports import (
     BlockOverlap,
     Deadlock,
     DivergentBarrier,
+    EarlyAccess,
     EmulatorError,
     Misaligned,
     OutOfBounds,
@@ -16,6 +17,6 @@ from tests.ptx.emulator.reports import (
 from tests.ptx.emulator.single import run_instruction
 from tests.ptx.emulator.tensors import tensor_map
 
-__all__ = ["BlockOverlap", "Deadlock", "DivergentBarrier", "EmulatorError", "Misaligned", "OutOfBounds"]
-__all__ += ["Program", "ProxyWarning", "SharedRace", "UninitialisedRead", "UnknownForm"]
+__all__ = ["BlockOverlap", "Deadlock", "DivergentBarrier", "EarlyAccess", "EmulatorError", "Misaligned"]
+__all__ += ["OutOfBounds", "Program", "ProxyWarning", "SharedRace", "UninitialisedRead", "UnknownForm"]
 __all__ += ["run_instruction", "tensor_map"]

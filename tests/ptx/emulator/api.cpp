@@ -26,6 +26,9 @@ struct LaunchRequest {
     const uint8_t* shared_image;
     uint8_t* shared_result;
     uint64_t image_bytes;
+    uint32_t chained;
+    const uint64_t* constant;  // as allocations: what a chained launch may read early
+    uint64_t constant_count;
 };
 
 struct Report {
@@ -112,6 +115,9 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
     launch.shared_image = request->shared_image;
     launch.shared_result = request->shared_result;
     launch.image_bytes = uint32_t(request->image_bytes);
+    launch.chained = request->chained != 0;
+    for (uint64_t i = 0; i < request->constant_count; ++i)
+        launch.constant.push_back({request->constant[2 * i], request->constant[2 * i + 1]});
     // Writers of bytes: pages that exist once they are touched, for tensors may be larger than memory.
     const auto pages = [](const Allocation& a) { return (a.end - a.start) * sizeof(uint32_t); };
     for (uint64_t i = 0; i < request->allocation_count; ++i) {
@@ -127,6 +133,8 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
     warnings().clear();
     try {
         run_blocks(launch);
+        if (launch.chained && !launch.waited)
+            fail(Kind::early_access, 0, 0, "a chained kernel that does not wait for those before it");
     } catch (const Fault& fault) {
         report->kind = int(fault.kind);
         report->lanes = fault.lanes;

@@ -11,6 +11,7 @@ template <Space space, class T>
 T* cell(Warp& w, uint64_t address, uint32_t lane) {
     const Space where = space == Space::generic ? resolve(address) : space;
     if (where == Space::global) {
+        check_early(w, address, sizeof(T), lane, true);
         // Two blocks may update one address: what is checked is that it is theirs to touch.
         global_access(*w.block->launch, address, sizeof(T), lane, "an atomic update");
         return reinterpret_cast<T*>(address);

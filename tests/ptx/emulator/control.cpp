@@ -1,4 +1,4 @@
-// Branches and returns.
+// Branches, returns, and the order of kernels.
 #include <algorithm>
 
 #include "lanes.h"
@@ -18,6 +18,12 @@ void bra(Warp& w, const Op& op, uint32_t m) {
     w.next = target;
 }
 
+void wait_for_kernels(Warp& w, const Op&, uint32_t m) {
+    w.waited |= m;
+    w.block->launch->waited = true;
+}
+void let_next_begin(Warp&, const Op&, uint32_t) {}
+
 void ret(Warp& w, const Op&, uint32_t m) { w.exit(m); }
 
 }  // namespace
@@ -26,6 +32,8 @@ void control_forms() {
     form("bra", "L", bra);
     form("bra.uni", "L", bra);
     form("ret", "", ret);
+    form("griddepcontrol.wait", "", wait_for_kernels);
+    form("griddepcontrol.launch_dependents", "", let_next_begin);
 }
 
 }  // namespace ptx

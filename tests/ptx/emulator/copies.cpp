@@ -52,6 +52,7 @@ void copy(Warp& w, const Op& op, uint32_t m) {
         const uint32_t at = shared_offset(to[l]);
         w.block->shared->check(at, size, l, "an asynchronous copy");
         if (from[l] & (size - 1)) Shared::misaligned(from[l], size, l, "an asynchronous copy");
+        if (read) check_early(w, from[l], read, l, false);
         // Whatever is read lies within `size` aligned bytes; the check asks for those that are.
         if (read && (read & (read - 1))) {
             for (uint32_t i = 0; i < read; ++i) global_access(launch, from[l] + i, 1, l, "an asynchronous copy");

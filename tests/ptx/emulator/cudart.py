@@ -40,9 +40,9 @@ INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719
 # cudaFuncAttribute
 MAX_DYNAMIC_SHARED, PREFERRED_CARVEOUT = 8, 9
 # What a device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a block,
-# without asking, and after asking for them by what the kernel was compiled for.
+# without asking, and after asking for them: of a kernel for 8.0 and later, and of one for 9.0 ("hopper").
 THREADS, BLOCK, GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
-SHARED, SHARED_OPT_IN = 48 * 1024, {"sm_80": 163 * 1024, "sm_90a": 227 * 1024}
+SHARED, SHARED_OPT_IN = 48 * 1024, (163 * 1024, 227 * 1024)
 
 _ENTRY = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.entry\s+(\w+)", re.MULTILINE)
 _BRACE = re.compile(r"[{}]")
@@ -163,6 +163,7 @@ class Memory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[torch.Tensor] = []
+        self.given: list[torch.Tensor] = []
         self._guards: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -200,6 +201,8 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
+    cluster: int = 1
+    chained: bool = False
 
 
 @dataclass
@@ -257,7 +260,7 @@ class Emulation:
             name = self.library.names[kernel]
             if attribute == PREFERRED_CARVEOUT:
                 return 0 if -1 <= value <= 100 else INVALID_VALUE
-            most = SHARED_OPT_IN[self.library.program(name).target] - self._static_shared(name)
+            most = SHARED_OPT_IN["hopper" in name] - self._static_shared(name)
             if attribute != MAX_DYNAMIC_SHARED or not 0 <= value <= most:
                 return INVALID_VALUE
             self.allowed[name] = value
@@ -293,13 +296,16 @@ class Emulation:
     def _launch(self, kernel: int, sizes, shared_bytes: int, arguments) -> int:
         try:
             name = self.library.names[kernel]
-            launch = Launch(name, tuple(sizes[:3]), tuple(sizes[3:6]), shared_bytes)
+            launch = Launch(name, tuple(sizes[:3]), tuple(sizes[3:6]), shared_bytes, sizes[6], bool(sizes[7]))
             error = self._configuration_error(launch)
             if error:
                 return error
             self.launches.append(launch)
             program = self.library.program(name, self.contract)
             seen = [*self.memory, *(t for scope in self._scopes for t in scope.tensors)]
+            given = [*self.memory, *(t for scope in self._scopes for t in scope.given)]
+            chained = {"constant": regions(given)} if launch.chained else {}
+            clusters = {"cluster": (launch.cluster, 1, 1)} if launch.cluster > 1 else {}
             program.launch(
                 name,
                 grid=launch.grid,
@@ -309,7 +315,7 @@ class Emulation:
                 schedule=self.schedule,
                 seed=self.seed,
                 memory=regions(seen),
-                **self.options,
+                **(chained | clusters | self.options),
             )
         except BaseException as error:
             self._raised = error
@@ -327,6 +333,7 @@ class Emulation:
             before = [t.clone() for t in given]
             with Memory() as scope:
                 scope.tensors += given
+                scope.given += given
                 self._scopes.append(scope)
                 try:
                     out = function(*args, **kwargs)

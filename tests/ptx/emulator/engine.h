@@ -55,6 +55,7 @@ enum class Kind : int {
     deadlock,
     block_overlap,
     bad_launch,
+    early_access,
 };
 
 // What a kernel did wrong; thrown, and returned to Python as a struct of numbers and the text.
@@ -113,6 +114,7 @@ struct Warp {
     uint32_t committed[LANES] = {};
     std::vector<uint8_t> local;
     uint32_t cluster_arrivals = 0, cluster_waits = 0;  // at the cluster's barrier
+    uint32_t waited = 0;  // lanes that have waited for the kernels before
     Clock inits;  // when it last fenced mbarriers that it had initialised
     std::shared_ptr<void> hopper_state;  // of hopper.cpp
 
@@ -204,6 +206,9 @@ struct Launch {
     const uint8_t* parameters;
     uint32_t parameter_bytes;
     std::vector<Allocation> allocations;  // sorted
+    // Of a chained launch: memory that no kernel before it writes; pairs of start and end, sorted and apart.
+    bool chained = false, waited = false;
+    std::vector<std::pair<uint64_t, uint64_t>> constant;
     size_t recent = 0;                    // the allocation that was hit last
     bool late;                            // an asynchronous copy lands as late as its wait allows
     bool check_overlap;

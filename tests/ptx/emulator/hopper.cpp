@@ -253,7 +253,8 @@ void issue(Warp& w, Block& block, TileCopy copy) {
     if (&block != w.block) on_barrier(w, block, copy.barrier, l, ATOMIC);
     barrier_at(block, copy.barrier, l);
     pieces(copy.map, copy.coordinates, copy.shared,
-           [&](uint64_t, uint32_t to, uint32_t count, uint32_t, uint32_t) {
+           [&](uint64_t from, uint32_t to, uint32_t count, uint32_t, uint32_t there) {
+               if (there) check_early(w, from, there, l, false);
                for (uint32_t i = 0; i < count; ++i)
                    if (block.shared->state[to + i] == in_flight)
                        fail(Kind::shared_race, 1u << l, to, "a copy of a tile to bytes of one in flight");

@@ -32,6 +32,9 @@ class Request(ctypes.Structure):
         ("shared_image", ctypes.c_char_p),
         ("shared_result", ctypes.c_void_p),
         ("image_bytes", ctypes.c_uint64),
+        ("chained", ctypes.c_uint32),
+        ("constant", ctypes.c_void_p),
+        ("constant_count", ctypes.c_uint64),
     )
 
 

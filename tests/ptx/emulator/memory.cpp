@@ -8,6 +8,15 @@ void global_out_of_bounds(uint64_t address, uint32_t size, uint32_t lane, const 
          std::string(what) + " of " + std::to_string(size) + " bytes outside the memory that the launch names");
 }
 
+// In a chained launch, before griddepcontrol.wait: the kernels before it still run.
+void check_early(Warp& w, uint64_t address, uint32_t size, uint32_t lane, bool writes) {
+    const Launch& launch = *w.block->launch;
+    if (!launch.chained || (w.waited >> lane & 1)) return;
+    for (const auto& [start, end] : launch.constant)
+        if (!writes && start <= address && address + size <= end) return;
+    fail(Kind::early_access, 1u << lane, address, "accesses what kernels before it may access, and has not waited for them");
+}
+
 void check_overlap(Warp& w, Allocation& allocation, uint64_t address, uint32_t size, uint32_t lane) {
     const uint32_t self = w.block->number + 1;
     uint32_t* writers = allocation.writers + (address - allocation.start);
@@ -52,6 +61,7 @@ void load(Warp& w, const Op& op, uint32_t m) {
         uint64_t address = at[l];
         const Space where = space == Space::generic ? resolve(address) : space;
         if (where == Space::global) {
+            check_early(w, address, size, l, false);
             global_access(*w.block->launch, address, size, l, "a load");
             std::memcpy(value, reinterpret_cast<const void*>(address), size);
         } else if (where == Space::shared || where == Space::cluster) {

@@ -53,10 +53,12 @@ inline Allocation& global_access(Launch& launch, uint64_t address, uint32_t size
     return all[launch.recent];
 }
 
+void check_early(Warp& w, uint64_t address, uint32_t size, uint32_t lane, bool writes);
 void check_overlap(Warp& w, Allocation& allocation, uint64_t address, uint32_t size, uint32_t lane);
 
 inline void on_global_write(Warp& w, uint64_t address, uint32_t size, uint32_t lane) {
     Launch& launch = *w.block->launch;
+    check_early(w, address, size, lane, true);
     Allocation& allocation = global_access(launch, address, size, lane, "a store");
     if (launch.check_overlap) check_overlap(w, allocation, address, size, lane);
 }

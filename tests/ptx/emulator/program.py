@@ -134,6 +134,7 @@ class Program:
         limit: int = 2_000_000_000,
         shared: bytes | None = None,
         cluster: Sequence[int] | None = None,
+        constant: Sequence[object] | None = None,
     ) -> bytes | None:
         """Run a kernel.
 
@@ -151,6 +152,8 @@ class Program:
             limit: statements of one block, or of one cluster, after which it counts as endless.
             shared: what shared memory holds at first.
             cluster: blocks of a cluster by axis; by default what the text requires, or single blocks.
+            constant: the launch is chained, and this memory is not written by kernels before it: without
+                griddepcontrol.wait a thread may only read this.
 
         Returns: what the first block's shared memory holds in the end, if `shared` was given.
         Raises: EmulatorError, by what the kernel does wrong; ValueError for a wrong schedule or cluster.
@@ -180,6 +183,9 @@ class Program:
         if shared:
             request.shared_image, request.image_bytes = shared, len(shared)
             request.shared_result = ctypes.addressof(result)
+        early = np.array(merged(map(extent, constant or ())), np.uint64)
+        request.chained, request.constant = constant is not None, early.ctypes.data
+        request.constant_count = len(early)
         report = library.Report()
         if 0 not in grid:
             library.engine().ptx_launch(self.handles[name], request, report)

@@ -43,10 +43,14 @@ class BadLaunch(EmulatorError):
     """A trap, or operands that no GPU takes."""
 
 
+class EarlyAccess(EmulatorError):
+    """A chained kernel writes, or reads what kernels before it may write, before it has waited for them."""
+
+
 class ProxyWarning(UserWarning):
     """An asynchronous operation reads what no fence.proxy.async followed: it works, but by no rule."""
 
 
 # In the order of `Kind` in engine.h, which begins with none.
 KINDS = (UninitialisedRead, OutOfBounds, Misaligned, SharedRace)
-KINDS += (DivergentBarrier, Deadlock, BlockOverlap, BadLaunch)
+KINDS += (DivergentBarrier, Deadlock, BlockOverlap, BadLaunch, EarlyAccess)
