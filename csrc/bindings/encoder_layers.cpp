@@ -44,9 +44,10 @@ LayerStack stack_of(int dtype, std::int64_t hidden, const py::list& layers) {
     return found;
 }
 
-CudaDevice device_of(int index, int multiprocessors, bool hopper, bool groups, bool tf32) {
+CudaDevice device_of(int index, int multiprocessors, bool hopper, bool groups, bool tf32, bool clusters,
+                     bool chained) {
     if (multiprocessors < 1) refuse("multiprocessors", ">= 1", multiprocessors);
-    return {index, multiprocessors, hopper, groups, tf32};
+    return {index, multiprocessors, hopper, groups, tf32, clusters, chained};
 }
 
 void check_call(const LayerStack& stack, std::int64_t rows, std::int64_t batch) {
@@ -63,8 +64,8 @@ void forward(const LayerStack& stack, std::int64_t rows, std::int64_t batch, std
              Address cu_seqlens, bool causal, Address bias, std::int64_t bias_batch, std::int64_t bias_head,
              std::int64_t bias_row, bool first_only, Address x, const py::list& out, Address work,
              std::size_t work_bytes, int index, int multiprocessors, bool hopper, bool groups, bool tf32,
-             Address stream) {
-    const CudaDevice device = device_of(index, multiprocessors, hopper, groups, tf32);
+             bool clusters, bool chained, Address stream) {
+    const CudaDevice device = device_of(index, multiprocessors, hopper, groups, tf32, clusters, chained);
     check_call(stack, rows, batch);
     check_size("max_seqlen", max_seqlen);
     check_given("cu_seqlens", pointer(cu_seqlens), 1);
@@ -102,10 +103,11 @@ void bind_encoder_layers(py::module_& m) {
     m.def(
         "cuda_encoder_layers_work",
         [](const LayerStack& stack, std::int64_t rows, std::int64_t batch, bool first_only, int index,
-           int multiprocessors, bool hopper, bool groups, bool tf32) {
+           int multiprocessors, bool hopper, bool groups, bool tf32, bool clusters, bool chained) {
             check_call(stack, rows, batch);
-            return cuda_encoder_layers_work(stack, rows, batch, first_only,
-                                            device_of(index, multiprocessors, hopper, groups, tf32));
+            return cuda_encoder_layers_work(
+                stack, rows, batch, first_only,
+                device_of(index, multiprocessors, hopper, groups, tf32, clusters, chained));
         },
         "Bytes of scratch");
     m.def("cuda_encoder_layers_fwd", &forward);

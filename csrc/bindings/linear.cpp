@@ -220,6 +220,8 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
     run([&] { return cuda_linear_product(args, device, stream); });
 }
 
+// By `kProduct`, one of the kernels for compute capability 9.0; `blocks` is its second argument.
+template <auto kProduct>
 bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
                          std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
                          int activation, bool exact, Address c, Address pre, int blocks, int gate, int device,
@@ -239,7 +241,7 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
     check_rows("b", args.b, b_columns, depth, b_stride);
     check_given("c", args.c, rows);
     bool refused = false;
-    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
+    run([&] { return kProduct(args, blocks, device, stream, refused); });
     return !refused;
 }
 
@@ -307,8 +309,9 @@ void bind_linear(py::module_& m) {
         return cuda_linear_takes_hopper(rows, columns, depth, activation_of(activation), exact,
                                         gate_of(gate));
     });
-    m.def("cuda_linear_hopper_product", &cuda_hopper_product,
-          "Whether it ran: the driver may refuse a tensor map");
+    constexpr const char* kRan = "Whether it ran: the driver may refuse a tensor map";
+    m.def("cuda_linear_hopper_product", &cuda_hopper_product<cuda_linear_hopper_product>, kRan);
+    m.def("cuda_linear_cluster_product", &cuda_hopper_product<cuda_linear_cluster_product>, kRan);
     m.def("cuda_linear_gradient", &cuda_gradient);
     m.def("cuda_linear_add_sums", &cuda_add_sums);
 #endif

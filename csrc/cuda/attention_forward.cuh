@@ -159,11 +159,13 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     // In bytes, as `slot` below.
     constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T)), kTile = kTileRows * kRowBytes;
     constexpr int kSlots = kRing<kHeadDim>;
+    let_next_begin();
     char* const ring = dynamic_shared();
     const Place place =
         find_place(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
     const int head = static_cast<int>(blockIdx.x), length = place.length, first_row = place.first_row;
     if (first_row >= length) return;
+    wait_for_kernels();
     const std::int64_t start = place.start;
     if (place.sequence == args.batch) {
         zero_rows<T, kHeadDim>(args, start + first_row, head);

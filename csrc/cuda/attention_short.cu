@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kForwardThreads, kMostBlocks)
     constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T)), kTile = kTileRows * kRowBytes;
     constexpr int kChunks = kHeadDim / kPack<T>, kRowsAtOnce = kForwardThreads / kChunks;
     constexpr int kCopies = kTileRows / kRowsAtOnce;
+    let_next_begin();
     char* const queries = dynamic_shared();
     char *const keys = queries + kTile, *const values = keys + kTile;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kForwardThreads, kMostBlocks)
                        from + (rows_of[i] < 0 ? 0 : rows_of[i]) * heads.row_stride, rows_of[i] >= 0);
     };
     const int kv_head = kAny ? kv_head_of(args, head) : head;
+    wait_for_kernels();
     copy(args.q, head, queries);
     copy(args.k, kv_head, keys);
     commit_copies();

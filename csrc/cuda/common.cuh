@@ -112,14 +112,47 @@ __device__ __forceinline__ bool kept_lane(std::uint32_t word, bool high, std::ui
     return (high ? word : word << 16) >= threshold;
 }
 
+// --- kernels that begin before the kernel before them has ended ("chained"; compute capability 9.0) ---
+
+// Until the kernels before have ended and their results are seen. Before it nothing is written, and only what
+// none of them writes is read. Where the launch is not chained, they have ended already.
+__device__ __forceinline__ void wait_for_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may begin where all blocks have come here and left room.
+__device__ __forceinline__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // --- launching: nullptr, or the text of the error ---
+
+// Whether this thread's launches are chained: only of kernels that call wait_for_kernels, compiled for 9.0.
+inline thread_local bool chained = false;
+
+// `cluster`: blocks of a cluster.
+inline cudaError_t enqueue(const void* kernel, dim3 grid, dim3 block, void** params, std::size_t shared,
+                           std::uintptr_t stream, unsigned cluster = 1) {
+    const auto queue = reinterpret_cast<cudaStream_t>(stream);
+    if (!chained && cluster == 1) return cudaLaunchKernel(kernel, grid, block, params, shared, queue);
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = chained ? 1 : 0;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {cluster, 1, 1};
+    const cudaLaunchConfig_t config{grid, block, shared, queue, attributes, 2};
+    return cudaLaunchKernelExC(&config, kernel, params);
+}
 
 template <class... Params>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::uintptr_t stream,
                    Params... params) {
     void* pointers[] = {&params...};
-    const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers,
-                                               0, reinterpret_cast<cudaStream_t>(stream));
+    const cudaError_t error =
+        enqueue(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

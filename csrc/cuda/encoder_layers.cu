@@ -4,7 +4,8 @@
 // Math       q, k, v = x Wᵀ + b;  a = norm(x + attention(q, k, v) Woᵀ + bo)
 //            y = norm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
 // Launches   Seven per layer, or eight where an activation is a pass of its own. Nothing waits for the host's
-//            Python, which takes longer than the device does for a short text.
+//            Python, which takes longer than the device does for a short text. On compute capability 9.0 few
+//            rows have products of our own, and their kernels are chained (common.cuh).
 // Memory     One block of scratch: queries, keys, values and attention's output, where later the inner
 //            columns are; the sum before a norm; the norm after attention. A layer may write over its input,
 //            which nothing reads after the first norm.
@@ -27,6 +28,8 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
+// At most so many rows are few: cuBLASLt's tiles of more of them fill the device.
+constexpr std::int64_t kFewRows = 256;
 
 // An activation in the precision of T.
 template <class T>
@@ -67,6 +70,8 @@ const char* launch_activation(void* x, std::int64_t elements, Activation activat
 __global__ void __launch_bounds__(kThreads)
     first_rows_kernel(const uint4* from, uint4* to, int chunks, std::int64_t rows,
                       const std::int32_t* cu_seqlens) {
+    let_next_begin();
+    wait_for_kernels();
     const std::int64_t start = cu_seqlens[blockIdx.x], row = start < rows ? start : rows - 1;
     for (int i = static_cast<int>(threadIdx.x); i < chunks; i += kThreads)
         to[static_cast<std::int64_t>(blockIdx.x) * chunks + i] = from[row * chunks + i];
@@ -159,7 +164,10 @@ class Run {
           call_(call),
           device_(device),
           stream_(stream),
+          few_(device.clusters && stack.dtype != DType::kFloat32 && call.rows <= kFewRows),
           memory_(layout(stack, call.work, call.rows, call.batch, call.first_only, device)) {}
+
+    ~Run() { chained = false; }
 
     const char* all() {
         const void* x = call_.x;
@@ -196,8 +204,31 @@ class Run {
         return error;
     }
 
+    LinearProduct forward(std::int64_t rows, std::int64_t columns, std::int64_t depth, const void* a,
+                          const void* b, const void* bias, void* c) const {
+        LinearProduct args{};
+        args.dtype = stack_.dtype, args.layout = Layout::kForward;
+        args.rows = rows, args.columns = columns, args.depth = depth;
+        args.a = a, args.b = b, args.a_stride = args.b_stride = depth;
+        args.bias = bias, args.c = c;
+        return args;
+    }
+
+    // Whether clusters took the product.
+    bool by_clusters(const LinearProduct& args, const char*& error) {
+        if (!few_) return false;
+        bool refused = false;
+        error = cuda_linear_cluster_product(args, device_.multiprocessors, device_.index, stream_, refused);
+        few_ = !refused;
+        // The first kernel of a call is not chained, so that weights and lengths are there for all others.
+        chained = few_ && device_.chained;
+        return few_;
+    }
+
     const char* product(std::int64_t rows, std::int64_t columns, std::int64_t depth, const void* a,
                         const void* b, const void* bias, void* c) {
+        const char* error = nullptr;
+        if (by_clusters(forward(rows, columns, depth, a, b, bias, c), error)) return error;
         const LtProduct args{stack_.dtype, rows, columns, depth, a, b, bias, c, device_.tf32};
         return lt_product(args, memory_.lt, device_.index, stream_);
     }
@@ -219,7 +250,8 @@ class Run {
         args.causal = call_.causal, args.bias = call_.bias;
         args.dropout.scale = 1.0f;
         args.out = memory_.context;
-        const bool hopper = device_.hopper && stack_.dtype != DType::kFloat32 && args.bias.data == nullptr &&
+        const bool hopper = !few_ && device_.hopper && stack_.dtype != DType::kFloat32 &&
+                            args.bias.data == nullptr &&
                             (w.headdim == 64 || (w.headdim == 32 && !args.causal)) &&
                             cuda_attention_fills_hopper(args.batch, args.total, args.max_seqlen, args.nheads,
                                                         args.headdim, device_.multiprocessors);
@@ -250,12 +282,12 @@ class Run {
 
     // inner = act(normed Wiᵀ + bi)
     const char* feed(const LayerWeights& w, std::int64_t rows) {
-        LinearProduct args{};
-        args.dtype = stack_.dtype, args.layout = Layout::kForward;
-        args.rows = rows, args.columns = w.inner, args.depth = stack_.hidden;
-        args.a = memory_.normed, args.b = w.up, args.a_stride = args.b_stride = stack_.hidden;
-        args.bias = w.up_bias, args.activation = w.activation, args.exact = w.exact;
-        args.c = memory_.inner, args.partial = static_cast<float*>(memory_.partial);
+        LinearProduct args =
+            forward(rows, w.inner, stack_.hidden, memory_.normed, w.up, w.up_bias, memory_.inner);
+        args.activation = w.activation, args.exact = w.exact;
+        args.partial = static_cast<float*>(memory_.partial);
+        const char* error = nullptr;
+        if (by_clusters(args, error)) return error;
         if (by_hopper(stack_, w, rows, device_)) {
             bool refused = false;
             const char* const error =
@@ -280,6 +312,7 @@ class Run {
     const LayersCall& call_;
     const CudaDevice& device_;
     std::uintptr_t stream_;
+    bool few_;
     Memory memory_;
 };
 

@@ -29,9 +29,11 @@ struct LayerStack {
 // What the device is.
 struct CudaDevice {
     int index, multiprocessors;
-    bool hopper;  // it runs the kernels for compute capability 9.0, and they may be used
-    bool groups;  // its tensor cores have more than mma.sync uses
-    bool tf32;    // float32 may be multiplied as TF32
+    bool hopper;    // it runs the kernels for compute capability 9.0, and they may be used
+    bool groups;    // its tensor cores have more than mma.sync uses
+    bool tf32;      // float32 may be multiplied as TF32
+    bool clusters;  // products of few rows by linear_cluster_hopper.cu, which the device runs
+    bool chained;   // a call's kernels of few rows begin before the ones before them have ended
 };
 
 struct LayersCall {

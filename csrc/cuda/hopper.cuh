@@ -109,6 +109,30 @@ __device__ __forceinline__ void fence_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- shared memory of the blocks of a cluster ---
+
+// All threads of the cluster's blocks wait for each other, and see what was written before.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+// What lies at this place in the block of this rank
+__device__ __forceinline__ float4 load_from_rank(const float* shared, int rank) {
+    float4 four;
+    asm volatile(
+        "{\n"
+        ".reg .b32 place;\n"
+        "mapa.shared::cluster.u32 place, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [place];\n"
+        "}"
+        : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+        : "r"(shared_address(shared)), "r"(rank)
+        : "memory");
+    return four;
+}
+
 // --- fragments to shared memory ---
 
 // The place in bytes of a 16-byte chunk of a tile's row.

@@ -66,8 +66,10 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
     const std::int64_t row =
         kThreads == kWarp ? static_cast<std::int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp
                           : static_cast<std::int64_t>(blockIdx.x);
+    let_next_begin();
     // A whole warp or a whole block returns.
     if (row >= args.rows) return;
+    wait_for_kernels();
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     const R* residual = static_cast<const R*>(args.residual) + row * args.residual_stride;
     const std::uint64_t seed = args.dropout.seed != nullptr ? *args.dropout.seed : 0;
@@ -151,6 +153,8 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
 template <class T, class R>
 __global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFwd args, T* rounded) {
     __shared__ float slots[3][kRowThreads / kWarp];
+    let_next_begin();
+    wait_for_kernels();
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     const R* residual = static_cast<const R*>(args.residual) + row * args.residual_stride;

@@ -83,6 +83,11 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
 // driver refuses a tensor map, nothing runs and `refused` is true.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused);
+// By clusters of the kernel for compute capability 9.0 that few rows fill (linear_cluster_hopper.cu): forward
+// with any activation, without a gate, a residual and pre. columns are a multiple of 8, and bias and c lie on
+// 16 bytes. It reads what the one above reads, and refuses as it does.
+const char* cuda_linear_cluster_product(const LinearProduct& args, int multiprocessors, int device,
+                                        std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);
 // out (columns,) of `dtype`: the sum of `parts` rows, in order.
 const char* cuda_linear_add_sums(DType dtype, const float* sums, std::int64_t parts, std::int64_t columns,

@@ -167,10 +167,10 @@ inline cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute
     return error;
 }
 
-// As launch, with `shared` bytes of dynamic shared memory.
+// As launch, with `shared` bytes of dynamic shared memory, in clusters of `cluster` blocks.
 template <class... Params>
-const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared,
-                          std::uintptr_t stream, Params... params) {
+const char* launch_clusters(unsigned cluster, void (*kernel)(Params...), dim3 grid, dim3 block,
+                            std::size_t shared, std::uintptr_t stream, Params... params) {
     const void* entry = reinterpret_cast<const void*>(kernel);
     cudaError_t error = cudaSuccess;
     // What needs no permission
@@ -178,12 +178,15 @@ const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std:
     if (shared > kFree)
         error = set_attribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     void* pointers[] = {&params...};
-    if (error == cudaSuccess)
-        error =
-            cudaLaunchKernel(entry, grid, block, pointers, shared, reinterpret_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess) error = enqueue(entry, grid, block, pointers, shared, stream, cluster);
     if (error == cudaSuccess) return nullptr;
     cudaGetLastError();  // the next launch must not see it
     return cudaGetErrorString(error);
+}
+template <class... Params>
+const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared,
+                          std::uintptr_t stream, Params... params) {
+    return launch_clusters(1, kernel, grid, block, shared, stream, params...);
 }
 
 }  // namespace cuda

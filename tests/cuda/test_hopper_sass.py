@@ -36,6 +36,11 @@ EXPECTED = {
         {"HGMMA.64x192x16.F32": 8, "HGMMA": 8, "UTMALDG.2D": 2, "UTMASTG.2D": 12},
         ["0x1", "0x0"],
     ),
+    # the copies ahead of the ring's first turn, and those of its loop
+    "linear_cluster_hopper": (
+        {"HGMMA.64x64x16.F32": 4, "HGMMA": 4, "UTMALDG.2D": 4, "ACQBULK": 2, "PREEXIT": 1},
+        ["0x1", "0x0"],
+    ),
     "attention_hopper": (
         {"HGMMA.64x64x16.F32": 16, "HGMMA": 16, "UTMALDG.2D": 5},
         ["0x0", "0x0", "0x0"],

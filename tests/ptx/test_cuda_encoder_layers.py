@@ -55,6 +55,46 @@ def test_many_rows_on_tensor_cores_of_warp_groups(case, emulated, monkeypatch):
         assert row.passed, row
 
 
+@pytest.fixture
+def clusters(emulated, monkeypatch):
+    """Few rows have products by clusters, on a device of 132 multiprocessors."""
+    monkeypatch.setattr(emulated.backend.encoder_layers, "CLUSTERS", True)
+    monkeypatch.setattr(emulated.backend.device, "multiprocessors", lambda device: 132)
+
+
+FEW = [case for case in CASES if case.headdim != 32 or case.layers > 1]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("case", [*FEW, LayersCase((70, 3), 2, 64, 520, layers=1)], ids=repr)
+def test_few_rows_are_chained(case, dtype, emulated, clusters, monkeypatch):
+    """All kernels but a call's first begin early. The bits are those of launches one after the other."""
+    rows = testing.run_case(case, "cuda", dtype)
+    assert all(row.passed for row in rows), rows
+    emulated.launches.clear()
+    found = run(case, dtype)
+    assert [launch.chained for launch in emulated.launches] == [
+        i > 0 for i in range(7 * case.layers + 2 * case.first_only)
+    ]
+    assert sum("cluster_hopper_kernel" in launch.kernel for launch in emulated.launches) == 4 * case.layers
+    monkeypatch.setattr(emulated.backend.encoder_layers, "CHAINED", False)
+    emulated.schedule, emulated.seed = "early", 1
+    for one, other in zip(run(case, dtype), found, strict=True):
+        assert torch.equal(one, other)
+    assert not emulated.launches[-1].chained
+
+
+def test_few_rows_where_others_have_to(emulated, clusters):
+    """A refused tensor map; more rows than 256; float32; and the next call is not chained."""
+    few = LayersCase((3, 8), 1, 32, 48)
+    with emulated.without_maps():
+        (row,) = testing.run_case(few, "cuda", torch.bfloat16)
+    assert row.passed, row
+    for case, dtype in ((few, torch.float32), (LayersCase((257,), 1, 32, 8, layers=1), torch.bfloat16)):
+        run(case, dtype)
+    assert not any("cluster" in launch.kernel or launch.chained for launch in emulated.launches)
+
+
 def test_the_same_bits_in_every_order(emulated):
     case = LayersCase((7, 0, 21), 2, 32, 72, hidden=40, first_only=True, states=True)
     expected = run(case)

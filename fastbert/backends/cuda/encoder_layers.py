@@ -17,6 +17,9 @@ from fastbert.runtime.loader import address
 from fastbert.runtime.streams import on
 
 DTYPES = STORED
+# On compute capability 9.0, at most 256 rows in half precision: products by clusters of blocks, and launches
+# that begin before the kernel before them has ended. Off until `bench/gpu/queue/latency.py` has timed both.
+CLUSTERS, CHAINED = False, True
 
 
 def _made(stack: LayerStack):
@@ -54,7 +57,7 @@ def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:
     index, stream = device.place(where)
     facts = (
         *(index, device.multiprocessors(where), attention.HOPPER and device.is_hopper(where)),
-        *(device.has_group_products(where), tf32),
+        *(device.has_group_products(where), tf32, CLUSTERS and device.is_hopper(where), CHAINED),
     )
     size = device.extension.cuda_encoder_layers_work(made, rows, batch, first_only, *facts)
     work = torch.empty(size, dtype=torch.uint8, device=where)

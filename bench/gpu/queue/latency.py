@@ -1,0 +1,107 @@
+"""One short text: products by clusters of blocks and chained launches, beside cuBLASLt's products.
+
+    python bench/gpu/queue/latency.py --json FILE [--budget SECONDS] [--device cpu]
+
+First the error rule of encoder layers by clusters, chained, in both half precisions. Then the replay of a
+recorded forward in bf16 of BERT-base and BERT-large at 1 x 128 and 1 x 16 tokens and of MiniLM's six layers
+at 1 x 16, interleaved: `cublas` (as it serves now), `clusters`, and `chained`, which are clusters whose
+kernels begin before the ones before them have ended. `same`: whether `chained` has the bits of `clusters` in
+every one of 50 replays. The goals of `chained` at 1 x 128 are 0.22 ms (base) and 0.5 ms (large).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.gpu import engines, groups  # noqa: E402
+from bench.lib import served, workloads  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.timing import interleave  # noqa: E402
+from fastbert import testing  # noqa: E402
+from fastbert.backends.cuda import encoder_layers  # noqa: E402
+from fastbert.testing.op_cases.encoder_layers import CASES, ON_GPU  # noqa: E402
+
+# CLUSTERS, CHAINED
+WAYS = {"cublas": (False, False), "clusters": (True, False), "chained": (True, True)}
+MINILM = workloads.Model("minilm", 384, 6, 12, 1536)
+TEXTS = ((workloads.BASE, 128), (workloads.LARGE, 128), (workloads.BASE, 16), (MINILM, 16))
+TEXTS += ((workloads.LARGE, 16),)
+
+
+@contextlib.contextmanager
+def within(way: str) -> Iterator[None]:
+    """What is called or recorded here runs so."""
+    before = encoder_layers.CLUSTERS, encoder_layers.CHAINED
+    encoder_layers.CLUSTERS, encoder_layers.CHAINED = WAYS[way]
+    try:
+        yield
+    finally:
+        encoder_layers.CLUSTERS, encoder_layers.CHAINED = before
+
+
+def checked(device: torch.device) -> Iterator[dict]:
+    """A row per dtype: the cases of at most 256 rows that fail the error rule."""
+    backend = "aten" if device.type == "cpu" else "cuda"
+    cases = [case for case in (*ON_GPU, *CASES) if case.total <= 256]
+    for dtype in (torch.bfloat16, torch.float16):
+        with within("chained"):
+            failed = [
+                repr(case)
+                for case in cases
+                if not all(row.passed for row in testing.run_case(case, backend, dtype, device))
+            ]
+        status = {"status": "failed", "error": ", ".join(failed)} if failed else {"status": "ok"}
+        yield {"name": f"latency-check-{str(dtype).removeprefix('torch.')}", "cases": len(cases), **status}
+
+
+def replayed(model: workloads.Model, tokens: int, device: torch.device, samples: int) -> Iterator[dict]:
+    """A row per way."""
+    bank = engines.Bank(model, device)
+    inputs = workloads.padded_inputs((tokens,), model.vocab, device)
+    forwards, outputs = {way: bank.forward("fastbert_graphs-bf16") for way in WAYS}, {}
+    for way, forward in forwards.items():
+        with within(way):
+            outputs[way] = forward(inputs).clone()
+    again = [torch.equal(forwards["chained"](inputs), outputs["clusters"]) for _ in range(50)]
+    calls = {way: functools.partial(forward, inputs) for way, forward in forwards.items()}
+    pinned = {way: functools.partial(within, way) for way in WAYS}
+    timed = interleave(calls, device, within=pinned, samples=(samples, 20 * samples))
+    for way, timing in timed.items():
+        apart = (outputs[way].float() - outputs["cublas"].float()).abs().max().item()
+        facts = {"candidate": way, "apart": apart} | ({"same": all(again)} if way == "chained" else {})
+        yield {"name": f"latency-{model.name}-1x{tokens}-{way}", "status": "ok", **timing.facts(), **facts}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check, then measure every text."""
+    args = groups.parsed(groups.options(__doc__, samples=10), argv)
+    tiny, device, left = args.device == "cpu", torch.device(args.device), groups.timer(args)
+    report = groups.begun(args)
+    served.prove(device)
+    for row in checked(device):
+        report.row({"step": "latency", **row})
+    for model, tokens in ((workloads.TINY, 8),) if tiny else TEXTS:
+        try:
+            if not tiny and left() < 3:
+                raise TimeoutError(f"{left():.0f} s of --budget are left, 3 needed")
+            for row in replayed(model, tokens, device, 2 if tiny else args.samples):
+                report.row({"step": "latency", **row})
+        except Exception as error:
+            name = f"latency-{model.name}-1x{tokens}"
+            report.row({"step": "latency", "name": name, "status": "error", "error": reason_of(error)})
+    groups.ended(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
