@@ -61,7 +61,7 @@ def graphed_model() -> Callable:
     import fastbert
     from fastbert.execution import cpu
     from fastbert.graphs.recorder import EagerRecorder, Recording
-    from fastbert.layers import linear
+    from fastbert.layers import float_linear, linear
     from fastbert.models.auto import AutoModel
     from fastbert.models.config import EncoderConfig
     from fastbert.runtime import prepared
@@ -72,7 +72,7 @@ def graphed_model() -> Callable:
 
     # what a CPU has instead: layers in one call, panels of weights, samples of memory
     cpu.serves = lambda *_: "off"
-    linear.linear_panel_maker = lambda *_: None
+    float_linear.linear_panel_maker = lambda *_: None
     prepared._samples_of = lambda *_: []
     prepared._pages_of = lambda *_: (None, {})
     kinds = linear.LINEAR_KINDS

@@ -36,7 +36,7 @@ import torch
 from fastbert.analysis.identities import Observer, Probabilities
 from fastbert.analysis.intervals import Interval, estimate, finite
 from fastbert.analysis.walk import BATCH_TOKENS, Batch, at_rest, batches, encode
-from fastbert.layers.linear import passing_panels
+from fastbert.layers.float_linear import passing_panels
 from fastbert.models.base import PreTrainedModel
 from fastbert.tasks.examples import FIRST, KINDS, SEPARATOR, Examples
 

@@ -66,6 +66,7 @@ class Call:
         after_first: applied to the output of the first layer; None for nothing.
         kept: how many tokens each layer keeps, None where it keeps all; () if all layers keep all.
         eliminated: the tokens that have left.
+        half: see `Asked`; the executor `eager` sets it.
         inference: whether no gradients are recorded and no code is compiled.
         states, attentions: output of each layer, and its probabilities, as far as they are wanted.
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
@@ -85,6 +86,7 @@ class Call:
     after_first: Callable[[Tensor], Tensor] | None = None
     kept: tuple[Kept | None, ...] = ()
     eliminated: Eliminated | None = None
+    half: bool = False
     inference: bool = field(init=False)
     states: list[Tensor] = field(default_factory=list)
     attentions: list[Tensor] = field(default_factory=list)
@@ -103,7 +105,8 @@ class Call:
         only = self.first_only and step.number == self.last
         kept = self.kept[step.number] if self.kept and not only else None
         site = 1 + step.number * SITES
-        return Asked(gate, site, only, self.wants_attentions, self.taps, self.arrivals, kept)
+        asked = gate, site, only, self.wants_attentions, self.taps, self.arrivals, kept
+        return Asked(*asked, half=self.half)
 
     def batch_of(self, form: LayerForm | None) -> PackedBatch:
         """The batch as a layer of this form sees it, with the bias of the layer's own heads."""

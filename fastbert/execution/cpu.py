@@ -16,7 +16,7 @@ from fastbert.layers import disentangled
 from fastbert.layers.batch import PackedBatch, Relative
 from fastbert.layers.elimination import Kept
 from fastbert.layers.form import LayerForm, Parts
-from fastbert.layers.linear import FLOAT, INT8, LINEAR_KINDS, LinearKind
+from fastbert.layers.linear import FLOAT, INT8, LinearKind
 from fastbert.layers.modules import is_plain, rms_eps
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
@@ -87,10 +87,10 @@ def takes(step: Step, x: Tensor, call: Call) -> str | Taken:
         return "it has no bottleneck back to the hidden size"
     if form.bottleneck is not None and is_plain(parts.attention_norm, nn.LayerNorm):
         return "its norms are no NoNorms"
-    if not parts.plain:
+    if parts.kind is None:
         return "a linear layer or a norm was replaced or has hooks, or there are no heads or inner columns"
     dense, norms = _linears(form, parts), _norms(form, parts)
-    kind = INT8 if parts.int8 else LINEAR_KINDS[type(dense[0])]
+    kind = INT8 if parts.int8 else parts.kind
     found = launchers(x.device, x.dtype, kind.op)
     if found is None:
         return "another backend than cpu serves an op of the layer"

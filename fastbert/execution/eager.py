@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,8 @@ from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
 from fastbert.layers import encoder
 from fastbert.layers.asked import Asked
-from fastbert.layers.linear import joined_takes_rounded
+from fastbert.layers.linear import common_kind
+from fastbert.ops import checks
 
 
 def serves(x: Tensor, call: Call) -> str | None:
@@ -33,7 +35,7 @@ def kept(group: list[tuple[Step, tuple[Any, ...]]]) -> list[tuple[Step, tuple[An
 
 def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
-    rounded = None
+    rounded, call.half = None, rounds_products(x)
     for (step, _), following in zip(group, (*(step for step, _ in group[1:]), None), strict=True):
         form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
         given, rounded = rounded, None
@@ -49,7 +51,9 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
                 by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
             )
         else:
-            rounds = [] if following is not None and _takes_rounded(following, x, call) else None
+            rounds = (
+                [] if call.half and following is not None and _reads_rounded(following, x, call) else None
+            )
             more = asked._replace(rounded=given, rounds=rounds)
             found = recomputed(step, call, encoder.layer, form, parts, x, batch, more)
             x = finished(call, asked, x, *found)
@@ -57,15 +61,31 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
     return x
 
 
-def _takes_rounded(step: Step, x: Tensor, call: Call) -> bool:
-    """Whether a layer, under autocast, multiplies the output of the layer before once and as it is."""
-    form, parts = step.form, step.parts
-    if form is None or parts is None or step.called or parts.int8 or form.pre_norm or form.bottleneck:
+def rounds_products(x: Tensor) -> bool:
+    """Whether autocast rounds what products read to half precision."""
+    half = checks.autocast_dtype(x) in (torch.bfloat16, torch.float16)
+    return half and not torch.compiler.is_compiling()
+
+
+def _reads_rounded(step: Step | None, x: Tensor, call: Call) -> bool:
+    """Whether a layer, under such autocast, multiplies the output of the layer before once and as it is."""
+    form, parts = (None, None) if step is None else (step.form, step.parts)
+    if (
+        step is None
+        or form is None
+        or parts is None
+        or step.called
+        or parts.int8
+        or form.pre_norm
+        or form.bottleneck
+    ):
         return False
     only = call.first_only and step.number == call.last
     if only or call.recompute_every or call.kept or call.after_first is not None:
         return False
-    return joined_takes_rounded((parts.query, parts.key, parts.value), x)
+    modules = [parts.query, parts.key, parts.value]
+    kind = parts.kind or common_kind(*modules)
+    return kind is not None and kind.float_weight and (form.packed or kind.joins(x, modules))
 
 
 def finished(call: Call, asked: Asked, x: Tensor, y: Tensor, more: Tensor | None) -> Tensor:

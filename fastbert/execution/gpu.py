@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert.execution import launchers
 from fastbert.execution.call import Call, Step
-from fastbert.layers.linear import joined_weights
+from fastbert.layers.float_linear import joined_weights
 from fastbert.ops import encoder_layers
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights
 from fastbert.runtime import dispatch, prepared

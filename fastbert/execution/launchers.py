@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fastbert.execution.call import Call, Step
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.float_linear import joined_weights
 from fastbert.layers.form import LayerForm, Parts
-from fastbert.layers.linear import joined_weights
 from fastbert.layers.modules import is_plain
 from fastbert.ops import checks, linear_norm
 from fastbert.ops.attention_checks import check_bias, check_lengths
@@ -212,7 +212,7 @@ def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]
 
 
 def _dense_norm(product, x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals) -> Tensor:
-    """norm(residual + x @ weight.T + bias), as `layers.linear.dense_norm` does it."""
+    """norm(residual + x @ weight.T + bias), as `layers.dense_norm.dense_norm` does it."""
     if linear_norm.pays(x, weight.shape[0]):
         if not arrivals:
             arrivals.append(linear_norm.new_arrivals(x.device))

@@ -29,6 +29,8 @@ class Asked(NamedTuple):
         rounded: the layer's input in the dtype of its first product, from the layer before; None if the
             product casts it.
         rounds: takes the output in the dtype of the next layer's first product; None if it is not wanted.
+        half: whether autocast rounds what products read to half precision, so that the norm before a product
+            rounds it in its own pass.
     """
 
     gate: Tensor | None = None
@@ -40,6 +42,7 @@ class Asked(NamedTuple):
     kept: Kept | None = None
     rounded: Tensor | None = None
     rounds: list[Tensor] | None = None
+    half: bool = False
 
     @property
     def number(self) -> int:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.dense_norm import dense_norm, feed_forward_norm
 from fastbert.layers.form import Bottleneck, LayerForm, Parts, StockLayer
-from fastbert.layers.linear import apply_linear, apply_norm, dense_norm, feed_forward_norm
+from fastbert.layers.linear import apply_linear, apply_norm
 from fastbert.layers.modules import NoNorm, part
 from fastbert.layers.parts import Attention, Part, SelfAttention, two
 from fastbert.layers.quantized import copy_of
@@ -131,17 +132,18 @@ def after_attention(
     own = rates[2] if steps.output is None else 0.0
     h = _narrowed(steps.residual, x)
     fuse, modules = parts.fuses_norm, (parts.attention_output, parts.attention_norm)
-    h = dense_norm(*modules, context.flatten(1), h, rates[1], seed, site + 1, fuse)
+    kind: Any = {"kind": parts.kind}
+    h = dense_norm(*modules, context.flatten(1), h, rates[1], seed, site + 1, fuse, **kind)
     for up, down, norm in steps.feeds:
-        h = feed_forward_norm(up, down, norm, h, form.activation, 0.0, None, 0, fuse)
-    inner = apply_linear(parts.intermediate, h, form.activation)
+        h = feed_forward_norm(up, down, norm, h, form.activation, 0.0, None, 0, fuse, **kind)
+    inner = apply_linear(parts.intermediate, h, form.activation, **kind)
     if asked.taps is not None:
         inner = asked.taps.inner(asked.number, inner, batch)
-    h = dense_norm(parts.output, parts.output_norm, inner, h, own, seed, site + 2, fuse)
+    h = dense_norm(parts.output, parts.output_norm, inner, h, own, seed, site + 2, fuse, **kind)
     if steps.output is None:
         return h
     dense, norm = steps.output
-    return dense_norm(dense, norm, h, x, rates[2], seed, site + 2, fuse)
+    return dense_norm(dense, norm, h, x, rates[2], seed, site + 2, fuse, **kind)
 
 
 def _narrowed(step: tuple[Any, Any] | None, x: Tensor) -> Tensor:

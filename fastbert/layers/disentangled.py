@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch, Relative
+from fastbert.layers.dense_norm import dropped
 from fastbert.layers.form import INNER_SITE, LayerForm, LayerNames, Parts
-from fastbert.layers.linear import apply_linear, apply_norm, dropped, kind_of
+from fastbert.layers.linear import apply_linear, apply_norm, kind_of
 from fastbert.layers.modules import calls_all, part, plain_dropout, watched
 from fastbert.layers.packing import Packing, follows, with_neighbours
 from fastbert.layers.parts import SelfAttention, masked

@@ -21,12 +21,13 @@ import functools
 
 from torch import Tensor
 
-from fastbert.layers import bottleneck, elimination, packing, pre_norm
+from fastbert.layers import bottleneck, elimination, first_token, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
-from fastbert.layers.attention import attend, first_context
+from fastbert.layers.attention import attend
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.dense_norm import dense_norm, dropped, feed_forward_norm, gated_inner
 from fastbert.layers.form import INNER_SITE, LayerForm, Parts
-from fastbert.layers.linear import apply_norm, dense_norm, dropped, feed_forward_norm, takes_rounded
+from fastbert.layers.linear import kind_of
 
 
 def layer(
@@ -38,21 +39,16 @@ def layer(
     With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens).
     With `asked.first_only` it returns ((batch, hidden), None).
     """
-    parts = parts.as_multiplied(form.names)
-    if not asked.first_only:
-        context, more = attend(form, parts, x, batch, asked)
-        if asked.kept is not None and more is not None:
-            x, context = x.index_select(0, more), context.index_select(0, more)
-            batch = elimination.smaller(batch, asked.kept, more)
-        return after_attention(form, parts, x, context, batch, asked), more
-    starts = packing.starts(batch.cu_seqlens, x.shape[0])
-    plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
-    plain = plain and batch.lengths is None
-    if form.heads is None and form.nheads and plain:
-        context = first_context(form, parts, x, starts, batch, asked)
-    else:
-        context = attend(form, parts, x, batch, asked)[0].index_select(0, starts)
-    return after_attention(form, parts, x.index_select(0, starts), context, batch, asked), None
+    if parts.int8:
+        parts = parts.as_multiplied(form.names)
+    if asked.first_only:
+        x, context = first_token.attend(form, parts, x, batch, asked)
+        return after_attention(form, parts, x, context, batch, asked), None
+    context, more = attend(form, parts, x, batch, asked)
+    if asked.kept is not None and more is not None:
+        x, context = x.index_select(0, more), context.index_select(0, more)
+        batch = elimination.smaller(batch, asked.kept, more)
+    return after_attention(form, parts, x, context, batch, asked), more
 
 
 def after_attention(
@@ -64,13 +60,16 @@ def after_attention(
         x: (rows, hidden), the layer's input.
         context: (rows, nheads, headdim) or (rows, nheads · headdim), the output of attention.
     """
-    parts = parts.as_multiplied(form.names)
+    if parts.int8:
+        parts = parts.as_multiplied(form.names)
     if form.pre_norm:
         return pre_norm.after_attention(form, parts, x, context, batch, asked)
     if form.bottleneck is not None:
         return bottleneck.after_attention(form, parts, x, context, batch, asked)
-    rounds = [] if parts.feed is None and takes_rounded(parts.intermediate, x) else None
-    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, rounds
+    kind = parts.kind
+    up = (kind or kind_of(parts.intermediate)) if asked.half and parts.feed is None else None
+    rounds = [] if up is not None and up.float_weight else None
+    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, asked.arrivals, rounds, kind
     x = dense_norm(parts.attention_output, parts.attention_norm, context.flatten(1), x, *how)
     if asked.taps is not None:
         x, rounds = asked.taps.attended(asked.number, x, batch), None
@@ -91,21 +90,20 @@ def feed_forward(
         rounded: `x` in the dtype of its products, if the caller has it already.
     """
     if parts.feed is not None:
-        return pre_norm.feed_by_stock(parts.feed, x, asked)
-    if form.pre_norm:
+        return parts.feed(x)
+    if parts.int8:
         parts = parts.as_multiplied(form.names)
-        norm = parts.output_norm
-        y = apply_norm(norm, x) if parts.fuses_norm else norm(x)
-        return pre_norm.feed_forward_sum(form, parts, y, x, batch, asked)
+    if form.pre_norm:
+        return pre_norm.feed_forward(form, parts, x, batch, asked)
     if form.gated is not None:
-        inner = pre_norm.gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
+        inner = gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
         if any(parts.rates[3:]):
             inner = dropped(inner, parts.rates[3], batch.seed, asked.site + INNER_SITE)
         how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds
-        return dense_norm(parts.output, parts.output_norm, inner, x, *how)
-    parts, tap = parts.as_multiplied(form.names), None
+        return dense_norm(parts.output, parts.output_norm, inner, x, *how, parts.kind)
+    tap = None
     if asked.taps is not None:
         tap = functools.partial(asked.taps.inner, asked.number, sequences=batch)
-    how = batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds, rounded, tap
+    how = batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds, rounded, tap, parts.kind
     modules = parts.intermediate, parts.output, parts.output_norm
     return feed_forward_norm(*modules, x, form.activation, parts.rates[2], *how)

@@ -20,7 +20,7 @@ from fastbert.layers.block_sparse import BlockSparseAttention
 from fastbert.layers.disentangled import DisentangledAttention
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.global_tokens import GlobalAttention
-from fastbert.layers.linear import all_plain
+from fastbert.layers.linear import kind_of_layer
 from fastbert.layers.modules import (
     NoNorm,
     attach,
@@ -87,13 +87,13 @@ class PackedLayer(nn.Module):
         own, steps = self.form.bottleneck, None
         if own is None:
             kind = type(norms[1]) if rms_eps(norms[1]) is not None else nn.LayerNorm
-            plain = all_plain(linears, norms[missing:], kind)
+            common = kind_of_layer(linears, norms[missing:], kind)
         else:
             steps = bottleneck.Steps.of(own, self)
             more, kind = steps.modules, type(norms[0])
             kind = kind if is_no_norm(norms[0]) else NoNorm
-            plain = all_plain([*linears, *more[0]], [*norms, *more[1]], kind)
-        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, plain
+            common = kind_of_layer([*linears, *more[0]], [*norms, *more[1]], kind)
+        how = self.dropout_rates(), self.fuses_norm, None, self.int8, self.label, common
         return Parts._make((*linears[:6], *norms, self, *how, [*linears, None][6], steps))
 
     def look(self, everything: str | None) -> Parts | str:
@@ -310,7 +310,7 @@ class EncoderLayer(PackedLayer):
     def look(self, everything: str | None) -> Parts | str:
         """See `PackedLayer`."""
         reason, made = everything or self.gap(), self.as_made
-        if reason is not None or made is None:
+        if reason is not None or made is None or torch.compiler.is_compiling():
             return reason or self.parts()
         if made.parts is None:
             made.parts = self.parts()._replace(owner=None)

@@ -263,8 +263,9 @@ class Parts(NamedTuple):
             None for ours.
         int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
         label: the layer's name in errors.
-        plain: whether one op could compute the whole layer: the linear layers are of one kind, none is empty,
-            the norms are LayerNorms (NoNorms in a layer with bottlenecks), and nothing looks at any of them.
+        kind: how all linear layers are multiplied (`linear.LinearKind`), if they are of one kind and not
+            empty, the norms are LayerNorms (NoNorms in a layer with bottlenecks) or RMSNorms, and nothing
+            looks at any of them. None: each part is looked at before it is read.
         gate: the linear layer with the activated half of a gated feed-forward block; None if there is none.
         steps: the further modules of a layer with bottlenecks, `bottleneck.Steps`; None in other layers.
     """
@@ -283,7 +284,7 @@ class Parts(NamedTuple):
     feed: Callable[[Tensor], Tensor] | None = None
     int8: bool = False
     label: str = "layer"
-    plain: bool = False
+    kind: Any = None
     gate: Any = None
     steps: Any = None
 
@@ -293,12 +294,10 @@ class Parts(NamedTuple):
         return self[:6] if self.gate is None else (*self[:6], self.gate)
 
     def as_multiplied(self, names: LayerNames) -> Parts:
-        """The parts with 8-bit copies, if those run."""
-        if not self.int8:
-            return self
+        """The parts with 8-bit copies of the linear layers."""
         named = zip(self.linears, names.linears, strict=True)
         copies = [copy_of(m, f"{self.label}.{path}") for m, path in named]
         steps = None if self.steps is None else self.steps.as_multiplied(self.label)
         return Parts._make((*copies[:6], *self[6:]))._replace(
-            int8=False, gate=[*copies, None][6], steps=steps
+            int8=False, kind=None, gate=[*copies, None][6], steps=steps
         )

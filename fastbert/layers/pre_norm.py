@@ -14,26 +14,23 @@ Variants Improve Transformer"; Warner et al. 2024, "Smarter, Better, Faster, Lon
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.dense_norm import dropped, gated_inner
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import (
+    LinearKind,
     apply_linear,
-    dropped,
-    is_empty,
-    joins_products,
+    apply_norm,
+    common_kind,
+    kind_of,
     norm_op,
     product_and_bias,
-    weight_panels,
 )
-from fastbert.layers.modules import calls_all, is_plain
-from fastbert.ops.feed_forward import feed_forward
-from fastbert.ops.linear import linear
 
 
 def after_attention(
@@ -44,46 +41,35 @@ def after_attention(
     Args:
         context: (rows, nheads, headdim) or (rows, nheads · headdim).
     """
-    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm
+    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, parts.kind
     y, z = dense_sum_norm(parts.attention_output, parts.output_norm, context.flatten(1), x, *how)
-    return feed_forward_sum(form, parts, y, z, batch, asked)
+    return _feed_forward_sum(form, parts, y, z, batch, asked)
 
 
-def feed_forward_sum(
+def feed_forward(form: LayerForm, parts: Parts, z: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:
+    """The layer's output from the sum z (rows, hidden) after attention."""
+    norm = parts.output_norm
+    y = apply_norm(norm, z, parts.kind is not None) if parts.fuses_norm else norm(z)
+    return _feed_forward_sum(form, parts, y, z, batch, asked)
+
+
+def _feed_forward_sum(
     form: LayerForm, parts: Parts, y: Tensor, z: Tensor, batch: PackedBatch, asked: Asked
 ) -> Tensor:
-    """The layer's output from the sum z (rows, hidden) after attention, and y, its norm."""
+    """`feed_forward` with y, the norm of z."""
     if parts.feed is not None:
-        return feed_by_stock(parts.feed, z, asked)
+        return parts.feed(z)
     rate, up, down = parts.rates[2], parts.intermediate, parts.output
     joins = parts.gate is None and rate == 0.0 and asked.taps is None
-    if joins and joins_products(up, down, y, form.activation):
-        y = feed_forward(y, up.weight, up.bias, down.weight, cast(str, form.activation), form.gated)
-        return z + (y if down.bias is None else y + down.bias)
+    both = (parts.kind or common_kind(up, down)) if joins else None
+    if both is not None and (fed := both.feed(y, up, down, form.activation, form.gated)) is not None:
+        return z + (fed if down.bias is None else fed + down.bias)
     inner = gated_inner(form, parts, y, batch, asked)
     if rate > 0.0:
         inner = dropped(inner, rate, batch.seed, asked.site + 2)
-    return dense_sum(parts.output, inner, z)
-
-
-def feed_by_stock(feed: Callable[[Tensor], Tensor], x: Tensor, asked: Asked) -> Tensor:
-    """The stock feed-forward block's output for (rows, hidden).
-
-    Raises:
-        ValueError: there are taps.
-    """
-    if asked.taps is not None:
-        raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
-    return feed(x)
-
-
-def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:
-    """The product of a gated block's halves, or what taps make of it: (rows, hidden) -> (rows, inner)."""
-    if parts.gate is None:
-        inner = apply_linear(parts.intermediate, x, form.activation, form.gated)
-    else:
-        inner = apply_linear(parts.gate, x, form.activation) * apply_linear(parts.intermediate, x)
-    return inner if asked.taps is None else asked.taps.inner(asked.number, inner, batch)
+    kind = parts.kind or kind_of(down)
+    found = None if kind is None else kind.add(inner, down, z)
+    return z + apply_linear(down, inner, kind=kind) if found is None else found
 
 
 def dense_sum_norm(
@@ -95,10 +81,11 @@ def dense_sum_norm(
     seed: Tensor | None,
     offset: int,
     fuse: bool = True,
+    kind: LinearKind | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z) with z = residual + dropout(dense(x)); one pass after the product, as in `dense_norm`."""
-    x, x_bias = product_and_bias(dense, x)
-    if fuse and (op := norm_op(norm)) is not None:
+    x, x_bias = product_and_bias(dense, x, kind)
+    if fuse and (op := norm_op(norm, kind is not None)) is not None:
         how: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
         return op(x, residual=residual, x_bias=x_bias, **how)
     if x_bias is not None:
@@ -107,15 +94,3 @@ def dense_sum_norm(
         x = dropped(x, dropout_p, seed, offset)
     z = residual + x
     return norm(z), z
-
-
-def dense_sum(dense: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + dense(x); one op on a CPU. On a GPU the fastest product takes no residual."""
-    if _is_read(dense) and not x.is_cuda and dense.weight.dtype == x.dtype == residual.dtype:
-        return linear(x, dense.weight, dense.bias, residual=residual, panels=weight_panels(dense, x))
-    return residual + apply_linear(dense, x)
-
-
-def _is_read(dense: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether our op may read the weights of a linear layer."""
-    return is_plain(dense, nn.Linear) and not is_empty(dense) and not calls_all()

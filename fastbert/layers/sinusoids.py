@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastbert.layers.batch import PackedBatch, Sinusoids
-from fastbert.layers.linear import dropped
+from fastbert.layers.dense_norm import dropped
 from fastbert.ops import checks
 from fastbert.ops.attention_grid import to_grid
 from fastbert.ops.attention_relative import ScoreTable

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch, Sinusoids
+from fastbert.layers.dense_norm import dropped, feed_forward_norm
 from fastbert.layers.form import INNER_SITE
-from fastbert.layers.linear import apply_linear, dropped, feed_forward_norm
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import OwnMatrices, calls_all, is_plain
 from fastbert.layers.sinusoids import KeptTable, grid, shifted
 from fastbert.ops import checks

@@ -14,8 +14,8 @@ from fastbert.execution.plan import Plan
 from fastbert.layers import packing
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.dense_norm import dropped
 from fastbert.layers.form import SITES
-from fastbert.layers.linear import dropped
 from fastbert.layers.sinusoids import TABLE_SITE, sinusoids, sinusoids_of
 from fastbert.layers.two_streams import LAST_SITE, Pairs, rate
 from fastbert.models.batch import columns_of

@@ -11,7 +11,8 @@ from torch import nn
 
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.cpu import sizes
-from fastbert.layers import linear as layers
+from fastbert.layers import float_linear as layers
+from fastbert.layers.linear import apply_linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, loader, prepared
@@ -74,11 +75,11 @@ def test_made_once_per_weight_and_without_any_effect_on_the_result(module, made,
     module.to(dtype)
     inputs = [randn(rows, 24, dtype=dtype) for rows in (1, 5, 40, 300)]
     with torch.no_grad():
-        packed = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
+        packed = [apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
         assert made == [((70, 24), dtype)]
         assert prepared.remembered(module) == held(dtype)
         monkeypatch.setattr(layers, "weight_panels", lambda module, x: None)
-        plain = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
+        plain = [apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
     for a, b in zip(packed, plain, strict=True):
         assert_same_bits(a, b)
 
@@ -113,7 +114,7 @@ def test_one_per_dtype_under_autocast(module, made):
     for _ in range(2):
         for dtype in (None, BF16, FP16):
             with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
-                y = layers.apply_linear(module, x)
+                y = apply_linear(module, x)
                 assert_same_bits(y, layers.linear(x, module.weight, module.bias))
     assert [dtype for _, dtype in made] == [FLOAT, BF16, FP16]
     assert prepared.remembered(module) == held(FLOAT, BF16, FP16)
@@ -124,7 +125,7 @@ def test_float64_is_left_alone(module, made):
     x = randn(40, 24, dtype=torch.float64)
     for dtype in (None, BF16):  # autocast does not touch float64
         with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
-            assert layers.apply_linear(module, x).dtype == torch.float64
+            assert apply_linear(module, x).dtype == torch.float64
     assert made == []
     assert prepared.remembered(module) == []
 
@@ -133,9 +134,9 @@ def test_not_for_another_backend(module, made):
     with torch.no_grad():
         for name in ("aten", "reference"):
             with dispatch.use_backend(name):
-                layers.apply_linear(module, randn(40, 24))
+                apply_linear(module, randn(40, 24))
         assert made == []
-        layers.apply_linear(module, randn(40, 24))
+        apply_linear(module, randn(40, 24))
         assert made
         with dispatch.use_backend("aten"):  # the kept panels are not passed to it
             assert layers.weight_panels(module, randn(40, 24)) is None
@@ -155,10 +156,10 @@ def test_not_for_many_rows(module, made):
     many = sizes.MANY_ROWS
     with torch.no_grad():
         for shape in ((many, 24), (2, many // 2, 24), (many + 1, 24), (1, many, 24)):
-            layers.apply_linear(module, randn(*shape))
+            apply_linear(module, randn(*shape))
             assert made == []
             assert prepared.remembered(module) == []
-        layers.apply_linear(module, randn(many - 1, 24))
+        apply_linear(module, randn(many - 1, 24))
         assert len(made) == 1
 
 
@@ -166,16 +167,16 @@ def test_not_for_many_rows(module, made):
 def test_made_for_each_product_where_they_pass(module, made):
     x = randn(5, 24)
     with layers.passing_panels():
-        passing = [layers.apply_linear(module, x) for _ in range(2)]
+        passing = [apply_linear(module, x) for _ in range(2)]
     assert len(made) == 2
     assert prepared.remembered(module) == []
-    kept = layers.apply_linear(module, x)
+    kept = apply_linear(module, x)
     assert prepared.remembered(module) == held(FLOAT)
     for one in passing:
         assert_same_bits(one, kept)
     # those that are there are used
     with layers.passing_panels():
-        assert_same_bits(layers.apply_linear(module, x), kept)
+        assert_same_bits(apply_linear(module, x), kept)
     assert len(made) == 3
     assert prepared.remembered(module) == held(FLOAT)
 
@@ -183,7 +184,7 @@ def test_made_for_each_product_where_they_pass(module, made):
 def test_replaced_and_hooked_modules_are_called_instead(module, made):
     handle = module.register_forward_hook(lambda *_: None)
     with torch.no_grad():
-        layers.apply_linear(module, randn(40, 24))
+        apply_linear(module, randn(40, 24))
     assert made == []
     handle.remove()
 
@@ -203,7 +204,7 @@ CHANGES = {
 def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, change):
     x = randn(40, 24)
     with torch.no_grad():
-        before = layers.apply_linear(module, x)
+        before = apply_linear(module, x)
         old = weakref.ref(layers.weight_panels(module, x))
     if change == "optimizer":
         module.weight.grad = torch.ones_like(module.weight)
@@ -212,7 +213,7 @@ def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, c
         with torch.no_grad():
             CHANGES[change](module)
     with torch.no_grad():
-        after = layers.apply_linear(module, x)
+        after = apply_linear(module, x)
         assert not torch.equal(after, before)
         assert_same_bits(after, layers.linear(x, module.weight, module.bias))
         assert len(made) == 2
@@ -225,16 +226,16 @@ def test_after_inference_a_module_trains_in_eval_mode_and_runs_in_another_dtype(
     """The gradients are those of the weight, and a cast weight is another one."""
     x = randn(40, 24)
     with torch.no_grad():
-        layers.apply_linear(module, x)
+        apply_linear(module, x)
     found, expected = (
         torch.autograd.grad(y.square().sum(), module.parameters())
-        for y in (layers.apply_linear(module, x), nn.functional.linear(x, module.weight, module.bias))
+        for y in (apply_linear(module, x), nn.functional.linear(x, module.weight, module.bias))
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     module.bfloat16()
     with torch.no_grad():
-        y = layers.apply_linear(module, x.bfloat16())
+        y = apply_linear(module, x.bfloat16())
     assert_same_bits(y, layers.linear(x.bfloat16(), module.weight, module.bias).detach())
 
 
@@ -251,13 +252,13 @@ def test_train_drops_them():
 
 def test_freed_with_the_module(module):
     with torch.no_grad():
-        layers.apply_linear(module, randn(40, 24))
+        apply_linear(module, randn(40, 24))
         packed = weakref.ref(layers.weight_panels(module, randn(40, 24)))
     before = len(prepared._cache)
     assert packed() is not None
     owner = nn.Sequential(nn.Linear(24, 9).eval())
     with torch.no_grad():
-        layers.apply_linear(owner[0], randn(40, 24))
+        apply_linear(owner[0], randn(40, 24))
         other = weakref.ref(layers.weight_panels(owner[0], randn(40, 24)))
     assert len(prepared._cache) == before + 1
     del owner
@@ -271,9 +272,9 @@ def test_inference_mode(module, made):
     """Panels made in inference mode serve outside it. Weights made in it are packed at every call."""
     x = randn(40, 24)
     with torch.inference_mode():
-        inside = layers.apply_linear(module, x)
+        inside = apply_linear(module, x)
     x.requires_grad_()
-    outside = layers.apply_linear(module, x)
+    outside = apply_linear(module, x)
     outside.sum().backward()
     assert_same_bits(inside, outside.detach())
     assert x.grad is not None
@@ -281,7 +282,7 @@ def test_inference_mode(module, made):
     with torch.inference_mode():
         twin = nn.Linear(24, 70).eval()
         for _ in range(2):
-            y = layers.apply_linear(twin, x.detach())
+            y = apply_linear(twin, x.detach())
         assert_same_bits(y, layers.linear(x.detach(), twin.weight, twin.bias))
     assert len(made) == 3
     assert prepared.remembered(twin) == []

@@ -9,8 +9,8 @@ from fastbert.execution import cpu
 from fastbert.execution.blocks import blocks_of
 from fastbert.execution.call import Call
 from fastbert.execution.plan import survey
-from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
+from fastbert.layers.dense_norm import dense_norm
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch
 
@@ -69,9 +69,9 @@ def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
     keep = keep_mask_2d(seed, 3, 9, 24, 0.4)
     expected = residual + dense(x) * keep / 0.6
     if norm == "another":
-        y = linear_layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
+        y = dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
     else:
-        y = linear_layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused")
+        y = dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused")
         expected = own(expected)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 

@@ -15,6 +15,7 @@ from torch import nn
 import fastbert
 from fastbert.execution import launchers
 from fastbert.execution.call import Call
+from fastbert.layers import float_linear
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
 from fastbert.models.auto import AutoModel
@@ -101,7 +102,7 @@ def test_product_and_norm_as_one_op(monkeypatch):
         return True
 
     monkeypatch.setattr(linear_norm_op, "pays", pays)
-    monkeypatch.setattr(linear_layers, "joining_pays", pays)
+    monkeypatch.setattr(float_linear, "joining_pays", pays)
     layer, x = of("bert").layer_list()[0], torch.randn(9, 48)
     sequences = PackedBatch(torch.tensor([0, 9], dtype=torch.int32), 9)
     expected, actual, seen = both_ways(lambda: through(layer, x, sequences))

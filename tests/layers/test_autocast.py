@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastbert.layers import encoder, linear
+from fastbert.execution import eager
+from fastbert.layers import float_linear, linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import feed_forward, layer_norm
@@ -52,7 +53,7 @@ def casts_of(out: torch.Tensor) -> int:
 
 def gpu(monkeypatch) -> None:
     """Query, key and value are one product, both of a feed-forward block one op, as on a GPU."""
-    monkeypatch.setattr(linear, "pays", lambda *_: True)
+    monkeypatch.setattr(float_linear, "pays", lambda *_: True)
     kinds = linear.LINEAR_KINDS
     joins = kinds[torch.nn.Linear]._replace(joins=lambda x, modules: True)
     monkeypatch.setitem(kinds, torch.nn.Linear, joins)
@@ -67,8 +68,7 @@ def test_the_bits_are_those_of_casts(dtype, like_gpu, monkeypatch):
     with dispatch.use_backend("aten"):
         ours = gradients(bert, dtype)
         monkeypatch.setattr(layer_norm, "_takes_both", lambda *_: False)
-        monkeypatch.setattr(linear, "takes_rounded", lambda *_: False)
-        monkeypatch.setattr(encoder, "takes_rounded", lambda *_: False)
+        monkeypatch.setattr(eager, "rounds_products", lambda *_: False)
         cast = gradients(bert, dtype)
     assert len(ours) == len(cast) > 16 * LAYERS
     for a, b in zip(ours, cast, strict=True):
@@ -90,9 +90,8 @@ def test_hidden_states_are_cast_once(monkeypatch):
     """A layer's two norms return what its products read; only the embeddings' output is cast."""
     bert, ids = model(), torch.arange(TOKENS).reshape(1, -1)
     gpu(monkeypatch)
-    for takes, count in ((linear.takes_rounded, 1), (lambda *_: False, 2 * LAYERS)):
-        monkeypatch.setattr(linear, "takes_rounded", takes)
-        monkeypatch.setattr(encoder, "takes_rounded", takes)
+    for rounds, count in ((eager.rounds_products, 1), (lambda *_: False, 2 * LAYERS)):
+        monkeypatch.setattr(eager, "rounds_products", rounds)
         with torch.autocast("cpu", torch.bfloat16):
             hidden = bert(ids).last_hidden_state
         assert casts_of(hidden) == count

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fastbert.layers.attention import queries_keys_values
-from fastbert.layers.linear import apply_linear, dense_norm
+from fastbert.layers.dense_norm import dense_norm
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear, is_quantized
 from fastbert.runtime import dispatch, prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.layers.linear import split
+from fastbert.layers.attention import split
 
 
 @pytest.mark.parametrize("change", ["order", "one is new", "scaled"])

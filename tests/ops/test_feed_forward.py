@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastbert.layers import linear as layers
+from fastbert.layers import float_linear
+from fastbert.layers.dense_norm import feed_forward_norm
 from fastbert.ops import feed_forward as op
 from fastbert.ops.feed_forward import feed_forward, feed_forward_ref, pays
 from fastbert.runtime import dispatch
@@ -110,8 +111,8 @@ def test_compiled_is_eager():
 @pytest.fixture
 def calls(monkeypatch, noted):
     """As if a GPU's tokens came: which the layer gives to the op."""
-    monkeypatch.setattr(layers, "pays", lambda x: x.dtype in dispatch.HALF)
-    return noted(layers, "feed_forward", lambda *args: args)
+    monkeypatch.setattr(float_linear, "pays", lambda x: x.dtype in dispatch.HALF)
+    return noted(float_linear, "feed_forward", lambda *args: args)
 
 
 def block(dtype=torch.bfloat16):
@@ -126,7 +127,7 @@ def weighted(y):
 
 
 def fed(modules, x, activation="gelu"):
-    return layers.feed_forward_norm(*modules, x, activation, 0.0, None, 0)
+    return feed_forward_norm(*modules, x, activation, 0.0, None, 0)
 
 
 def test_a_training_layer_calls_the_op(calls):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fastbert.backends.aten import linear as aten_linear
 from fastbert.execution import gpu, launchers
 from fastbert.execution.call import Call
+from fastbert.layers import float_linear
 from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import EncoderLayer
@@ -154,7 +155,7 @@ def test_counters_are_made_once_per_forward(counted):
 def test_what_keeps_a_layer_in_two_ops(why, counted, monkeypatch):
     layer = layer_of(torch.float32 if why in ("float32", "autocast") else torch.bfloat16)
     called = []
-    monkeypatch.setattr(linear_layers, "linear_norm", lambda *args, **options: called.append(args))
+    monkeypatch.setattr(float_linear, "linear_norm", lambda *args, **options: called.append(args))
     scope, modes = torch.no_grad(), {}
     if why == "gradients":
         scope = torch.enable_grad()
