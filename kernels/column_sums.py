@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+# Of each launch: partial sums and columns of a tile.
+SIZES = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4}
+
 
 @triton.jit(do_not_specialize=("n_partials",))
 def _sum_partials_kernel(

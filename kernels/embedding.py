@@ -18,7 +18,8 @@ Precision  Loads in storage dtype, then float32, one rounding at each store. The
 Ids        An id outside its table makes its token NaN, and is reported to the host (bad_ids.py): the token
            reads the nearest row, but has NaN for rstd. In backward no row of that table gets its gradient.
 Saved      z in storage dtype, mean, rstd, where backward will ask for them. Dropout bits are drawn again.
-Files      embedding_backward.py: the kernels of backward. Here: that of forward, and the launches.
+Files      layer_norm_backward.py: dz, dweight and dbias, by LayerNorm's kernels. embedding_backward.py: the
+           tables. Here: forward's kernel, and the launches.
 Source     Devlin et al. 2018, BERT, fig. 2; Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
 
@@ -37,16 +38,12 @@ from fastbert.kernels.bad_ids import (
     bad_ids,
     tell_bad,
 )
-from fastbert.kernels.column_sums import _sum_partials_kernel
-from fastbert.kernels.embedding_backward import (
-    _chunk_sums_kernel,
-    _embedding_bwd_kernel,
-    _table_bwd_kernel,
-    _wide_embedding_bwd_means_kernel,
-)
+from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
+from fastbert.kernels.embedding_backward import _chunk_sums_kernel, _table_bwd_kernel
 from fastbert.kernels.launch import cdiv, launch, next_power_of_2, resident_programs
-from fastbert.kernels.layer_norm import row_of
-from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
+from fastbert.kernels.layer_norm_backward import _layer_norm_bwd_kernel, _wide_bwd_means_kernel
+from fastbert.kernels.layer_norm_forward import centred_rows, merged, row_of, rstd_of
+from fastbert.kernels.philox import as_int32_bits, dropped, threshold_bits
 
 if TYPE_CHECKING:
     from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
@@ -142,18 +139,11 @@ def _embedding_fwd_kernel(
         mask = row_mask[:, None] & (cols < HIDDEN)[None, :]
         z = _gathered(word_ptr, position_ptr, segment_ptr, word_at, position_at, segment_at, cols, mask)
         if HIDDEN <= BLOCK_N:
-            mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)
-            centred = tl.where(mask, z - mean[:, None], 0.0)
+            mean, centred = centred_rows(z, mask, HIDDEN)
             squares = tl.sum(centred * centred, 1)
         else:
-            count = tl.minimum(HIDDEN - col_start, BLOCK_N).to(tl.float32)
-            share = count / (col_start + count)
-            block_mean = tl.sum(z, 1) / count
-            centred = tl.where(mask, z - block_mean[:, None], 0.0)
-            delta = block_mean - mean
-            mean += delta * share
-            squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HIDDEN * 1.0) + eps))
+            mean, squares = merged(mean, squares, z, mask, col_start, HIDDEN, BLOCK_N)
+    rstd = rstd_of(squares, eps, HIDDEN)
     rstd = tl.where(bad_word | bad_position | bad_segment, float("nan"), rstd)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=row_mask)
@@ -169,9 +159,7 @@ def _embedding_fwd_kernel(
             tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask)
         y = (z - mean[:, None]) * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
         y += row_of(bias_ptr, cols, HIDDEN)
-        if seed_ptr is not None:
-            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
-            y = tl.where(keep, y * keep_scale, 0.0)
+        y = dropped(y, (seed_ptr, offset, threshold, keep_scale), rows, col_start, BLOCK_M, BLOCK_N)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -217,30 +205,16 @@ def embedding_fwd(
             _embedding_fwd_kernel,
             (cdiv(rows, block_m),),
             device,
-            input_ids,
-            source,
-            position_ids,
-            position,
-            token_type_ids,
-            segment,
-            ln_weight,
-            ln_bias,
-            seed if dropout_p > 0 else None,
-            y,
-            z if save else None,
-            mean if save else None,
-            rstd if save else None,
-            bad.cells,
-            source.stride(0),
-            0 if position is None else position.stride(0),
-            0 if segment is None else segment.stride(0),
-            y.stride(0),
-            *table_rows,
-            rows,
-            eps,
-            as_int32_bits(offset),
-            threshold_bits(dropout_p),
-            1.0 / (1.0 - dropout_p),
+            *(input_ids, source, position_ids, position, token_type_ids, segment, ln_weight, ln_bias),
+            *(
+                seed if dropout_p > 0 else None,
+                y,
+                *((z, mean, rstd) if save else (None, None, None)),
+                bad.cells,
+            ),
+            *(0 if table is None else table.stride(0) for table in (source, position, segment)),
+            *(y.stride(0), *table_rows, rows, eps),
+            *(as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p)),
             HIDDEN=hidden,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -285,19 +259,8 @@ def embedding_bwd(
 
     dz = dy.new_empty((rows, hidden), dtype=torch.float32) if need_dz else None
     if need_dz or need_dinputs_embeds or need_dln:
-        _dz_and_sums(
-            dy,
-            z,
-            ln_weight,
-            mean,
-            rstd,
-            dropout_p,
-            seed,
-            offset,
-            dz,
-            dembeds if need_dinputs_embeds else None,
-            dln if need_dln else None,
-        )
+        wanted = dembeds if need_dinputs_embeds else None, dln if need_dln else None
+        _dz_and_sums(dy, z, ln_weight, mean, rstd, dropout_p, seed, offset, dz, *wanted)
     dtables = [
         _table_bwd(dz, ids, n, skipped, dy.dtype) if n else dy.new_empty((0,)) for ids, n, skipped in tables
     ]
@@ -313,66 +276,40 @@ def _dz_and_sums(dy, z, ln_weight, mean, rstd, dropout_p, seed, offset, dz, demb
     if dln is not None:
         programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
     partials = (None, None) if dln is None else dy.new_empty((2, programs, hidden), dtype=torch.float32)
-    scalars = (
-        dy.stride(0),
-        z.stride(0),
-        rows,
-        as_int32_bits(offset),
-        threshold_bits(dropout_p),
-        1.0 / (1.0 - dropout_p),
-    )
+    strides = dy.stride(0), z.stride(0)
+    scalars = rows, as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p)
     means = None
     if hidden > BWD_ONE_BLOCK:
         means = dy.new_empty((2, rows), dtype=torch.float32)
         launch(
-            _wide_embedding_bwd_means_kernel,
+            _wide_bwd_means_kernel,
             (rows,),
             dy.device,
-            dy,
-            z,
-            ln_weight,
-            mean,
-            rstd,
-            means,
-            seed,
-            *scalars,
+            *(dy, None, z, ln_weight, mean, rstd, means, seed, *strides, *scalars),
             HIDDEN=hidden,
             BLOCK_N=block_n,
+            KIND="layer_norm",
+            DROPS_OUTPUT=True,
             num_warps=num_warps,
         )
     launch(
-        _embedding_bwd_kernel,
+        _layer_norm_bwd_kernel,
         (programs, column_blocks),
         dy.device,
-        dy,
-        z,
-        ln_weight,
-        mean,
-        rstd,
-        means,
-        seed,
-        dz,
-        dembeds,
-        *partials,
-        *scalars,
+        *(dy, None, None, z, ln_weight, mean, rstd, means, seed, dembeds, dz, *partials, None),
+        *(*strides, hidden, *scalars),
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        KIND="layer_norm",
+        DROPS_OUTPUT=True,
         num_warps=num_warps,
     )
     if dln is not None:
         launch(
-            _sum_partials_kernel,
-            (cdiv(hidden, 32), 2),
-            dy.device,
-            partials,
-            *dln,
-            None,
-            programs,
+            *(_sum_partials_kernel, (cdiv(hidden, 32), 2), dy.device, partials, *dln, None, programs),
             HIDDEN=hidden,
-            BLOCK_M=64,
-            BLOCK_N=32,
-            num_warps=4,
+            **SIZES,
         )
 
 
@@ -390,15 +327,7 @@ def _table_bwd(dz: Tensor, ids: Tensor, table_rows: int, skipped: int, dtype: to
         launch(_chunk_sums_kernel, (chunks, column_blocks), device, dz, order, sorted_ids, sums, **sizes)
     dtable = dz.new_empty((table_rows, hidden), dtype=dtype)
     launch(
-        _table_bwd_kernel,
-        (table_rows, column_blocks),
-        device,
-        dz,
-        order,
-        starts,
-        sums,
-        dtable,
-        skipped,
+        *(_table_bwd_kernel, (table_rows, column_blocks), device, dz, order, starts, sums, dtable, skipped),
         **sizes,
     )
     return dtable

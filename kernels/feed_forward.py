@@ -27,9 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastbert.kernels import activation as activation_kernels
 from fastbert.kernels import linear, tuning
 from fastbert.kernels.activation import slope
-from fastbert.kernels.column_sums import _sum_partials_kernel
+from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, launch
-from fastbert.kernels.linear_forward import _halves, _tile_at
+from fastbert.kernels.linear_forward import _halves, _load_depth, _store, _tile_at
 
 
 @triton.jit
@@ -54,36 +54,24 @@ def _times_slope(
         left, right = _halves(acc)
         HALF: tl.constexpr = acc.shape[1] // 2
         _times_slope(
-            left,
-            pre,
-            g,
-            sums_ptr,
-            row_start,
-            col_start,
-            n_rows,
-            INNER,
-            ACTIVATION,
-            SPLIT // 2,
-            TMA,
-            DTYPE,
-            EXACT,
-            SUM_BY_PRODUCT,
+            *(left, pre, g, sums_ptr, row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT // 2, TMA),
+            *(DTYPE, EXACT, SUM_BY_PRODUCT),
         )
         _times_slope(
-            right,
-            pre,
-            g,
-            sums_ptr,
-            row_start,
-            col_start + HALF,
-            n_rows,
-            INNER,
-            ACTIVATION,
-            SPLIT // 2,
-            TMA,
-            DTYPE,
-            EXACT,
-            SUM_BY_PRODUCT,
+            *(
+                right,
+                pre,
+                g,
+                sums_ptr,
+                row_start,
+                col_start + HALF,
+                n_rows,
+                INNER,
+                ACTIVATION,
+                SPLIT // 2,
+                TMA,
+            ),
+            *(DTYPE, EXACT, SUM_BY_PRODUCT),
         )
     else:
         rows = row_start + tl.arange(0, acc.shape[0])
@@ -98,10 +86,7 @@ def _times_slope(
         HALF_PRECISION: tl.constexpr = DTYPE != tl.float32  # noqa: SIM300
         few = DTYPE == tl.bfloat16  # noqa: SIM300
         acc *= slope(z, ACTIVATION, FEW_DIGITS=few, CHEAP=HALF_PRECISION and not EXACT)
-        if TMA:
-            g.store([row_start, col_start], acc.to(DTYPE))
-        else:
-            tl.store(g + at, acc.to(DTYPE), mask=mask)
+        _store(g, row_start, col_start, at, acc, mask, TMA, DTYPE)
         if sums_ptr is not None and SUM_BY_PRODUCT:
             # [1, 0, 0, …]ᵀ [1, 1, 1, …] @ g: its first row
             line = tl.arange(0, 64)[:, None]
@@ -157,36 +142,21 @@ def _feed_forward_bwd_kernel(
             rows = tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
             cols = tl.minimum(col_start + tl.arange(0, BLOCK_N), INNER - 1)
             ks = tl.arange(0, BLOCK_K)
+            WHOLE: tl.constexpr = OUT % BLOCK_K == 0
             dy_at = dy + rows[:, None] * dy_stride + ks[None, :]
             weight_at = weight + ks.to(tl.int64)[:, None] * weight_stride + cols[None, :]
             for k in range(0, OUT, BLOCK_K):
-                weight_row = tl.cast(k, tl.int64) * weight_stride
-                if OUT % BLOCK_K == 0:
-                    dy_tile = tl.load(dy_at + k)  # [BLOCK_M, BLOCK_K]
-                    weight_tile = tl.load(weight_at + weight_row)  # [BLOCK_K, BLOCK_N]
-                else:
-                    inside = ks < OUT - k
-                    dy_tile = tl.load(dy_at + k, mask=inside[None, :], other=0.0)
-                    weight_tile = tl.load(weight_at + weight_row, mask=inside[:, None], other=0.0)
+                inside = ks < OUT - k
+                dy_tile = _load_depth(dy_at + k, inside[None, :], WHOLE)  # [BLOCK_M, BLOCK_K]
+                weight_row = weight_at + tl.cast(k, tl.int64) * weight_stride
+                weight_tile = _load_depth(weight_row, inside[:, None], WHOLE)  # [BLOCK_K, BLOCK_N]
                 acc = tl.dot(dy_tile, weight_tile, acc, input_precision="ieee")
         sums_ptr = None
         if partials_ptr is not None:
             sums_ptr = partials_ptr + row_tile.to(tl.int64) * INNER
         _times_slope(
-            acc,
-            pre,
-            g,
-            sums_ptr,
-            row_start,
-            col_start,
-            n_rows,
-            INNER,
-            ACTIVATION,
-            SPLIT,
-            TMA,
-            DTYPE,
-            EXACT,
-            SUM_BY_PRODUCT,
+            *(acc, pre, g, sums_ptr, row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT, TMA, DTYPE),
+            *(EXACT, SUM_BY_PRODUCT),
         )
 
 
@@ -339,17 +309,9 @@ def inner_gradient_with(
     )
     if partials is not None:
         launch(
-            _sum_partials_kernel,
-            (triton.cdiv(inner, 32), 1),
-            dy.device,
-            partials,
-            dbias,
-            None,
-            None,
-            row_tiles,
+            *(_sum_partials_kernel, (triton.cdiv(inner, 32), 1), dy.device),
+            *(partials, dbias, None, None, row_tiles),
             HIDDEN=inner,
-            BLOCK_M=64,
-            BLOCK_N=32,
-            num_warps=4,
+            **SIZES,
         )
     return g, dbias

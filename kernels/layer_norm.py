@@ -14,7 +14,7 @@ Precision  Loads in storage dtype, then float32, one rounding at the store. The 
            roots for mean and rstd are correctly rounded; there is one of each per row.
 Saved      z in storage dtype (only where it differs from x); mean, rstd where the norm has them. Dropout bits
            are drawn again in backward: ten Philox rounds serve four elements and cost no memory.
-Files      layer_norm_backward.py: the kernels of backward. Here: those of forward, and the launches.
+Files      layer_norm_forward.py, layer_norm_backward.py: the kernels. Here: how rows are cut, the launches.
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
 
@@ -23,15 +23,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.column_sums import _sum_partials_kernel
+from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import PROGRAMS, cdiv, launch, next_power_of_2, resident_programs
 from fastbert.kernels.layer_norm_backward import _layer_norm_bwd_kernel, _wide_bwd_means_kernel
-from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
+from fastbert.kernels.layer_norm_forward import _layer_norm_fwd_kernel, _wide_fwd_stats_kernel
+from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
 if TYPE_CHECKING:
     from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
@@ -42,197 +41,6 @@ FWD_ONE_BLOCK = 8192
 BWD_ONE_BLOCK = 4096
 # The columns of one program in wider rows.
 WIDE_BLOCK = 4096
-# Arguments for which 1 and multiples of 16 compile nothing anew.
-_FIXED_TYPES = ("n_rows", "offset", "threshold")
-
-
-@triton.jit
-def row_of(vector_ptr, cols, HIDDEN: tl.constexpr):
-    """[1, BLOCK_N] in float32: a parameter of every column.
-
-    Loaded as a row, not as a vector: one row of activations then gives it its layout, and float32 parameters
-    beside bfloat16 rows need no exchange between lanes.
-    """
-    inside = (cols < HIDDEN)[None, :]
-    return tl.load(vector_ptr + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _z_tile(
-    x_ptr,
-    residual_ptr,
-    x_bias_ptr,
-    seed_ptr,
-    x_stride,
-    residual_stride,
-    rows,
-    col_start,
-    n_rows,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`z` = [BLOCK_M, BLOCK_N] in float32, 0 outside the matrix."""
-    cols = col_start + tl.arange(0, BLOCK_N)
-    mask = (rows < n_rows)[:, None] & (cols < HIDDEN)[None, :]
-    z = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if x_bias_ptr is not None:
-        z += row_of(x_bias_ptr, cols, HIDDEN)
-    if seed_ptr is not None:
-        keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
-        z = tl.where(keep, z * keep_scale, 0.0)
-    if residual_ptr is not None:
-        residual_at = residual_ptr + rows[:, None] * residual_stride + cols[None, :]
-        z += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
-    return z
-
-
-@triton.jit(do_not_specialize=_FIXED_TYPES)
-def _layer_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    x_bias_ptr,
-    weight_ptr,
-    bias_ptr,
-    seed_ptr,
-    y_ptr,
-    z_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rounded_ptr,
-    x_stride,
-    residual_stride,
-    y_stride,
-    z_stride,
-    n_rows,
-    eps,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SAVE_STATS: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """The rows of one tile. Where HIDDEN > BLOCK_N: one column block of them, with given mean and rstd."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col_start = tl.program_id(1) * BLOCK_N
-    cols = col_start + tl.arange(0, BLOCK_N)
-    row_mask = rows < n_rows
-    col_mask = cols < HIDDEN
-    mask = row_mask[:, None] & col_mask[None, :]
-    z = _z_tile(
-        x_ptr,
-        residual_ptr,
-        x_bias_ptr,
-        seed_ptr,
-        x_stride,
-        residual_stride,
-        rows,
-        col_start,
-        n_rows,
-        offset,
-        threshold,
-        keep_scale,
-        HIDDEN,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    if z_ptr is not None:
-        tl.store(z_ptr + rows[:, None] * z_stride + cols[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
-    if KIND == "no_norm":
-        x_hat = z
-    elif HIDDEN <= BLOCK_N:
-        centred = z
-        if KIND == "layer_norm":
-            mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)  # [BLOCK_M]
-            centred = tl.where(col_mask[None, :], z - mean[:, None], 0.0)
-        var = tl.div_rn(tl.sum(centred * centred, 1), HIDDEN * 1.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
-        if SAVE_STATS:
-            if KIND == "layer_norm":
-                tl.store(mean_ptr + rows, mean, mask=row_mask)
-            tl.store(rstd_ptr + rows, rstd, mask=row_mask)
-        x_hat = centred * rstd[:, None]
-    else:
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
-        centred = z
-        if KIND == "layer_norm":
-            centred -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        x_hat = centred * rstd[:, None]
-    y = x_hat * row_of(weight_ptr, cols, HIDDEN)
-    if bias_ptr is not None:
-        y += row_of(bias_ptr, cols, HIDDEN)
-    y_at = rows[:, None] * y_stride + cols[None, :]
-    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    if rounded_ptr is not None:
-        tl.store(rounded_ptr + y_at, y.to(rounded_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=_FIXED_TYPES)
-def _wide_fwd_stats_kernel(
-    x_ptr,
-    residual_ptr,
-    x_bias_ptr,
-    seed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    n_rows,
-    eps,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule.
-
-    For RMSNorm rstd alone, of Σz².
-    """
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    mean = tl.zeros((1,), tl.float32)
-    squares = tl.zeros((1,), tl.float32)
-    for col_start in range(0, HIDDEN, BLOCK_N):
-        z = _z_tile(
-            x_ptr,
-            residual_ptr,
-            x_bias_ptr,
-            seed_ptr,
-            x_stride,
-            residual_stride,
-            rows,
-            col_start,
-            n_rows,
-            offset,
-            threshold,
-            keep_scale,
-            HIDDEN,
-            1,
-            BLOCK_N,
-        )
-        if KIND == "rms_norm":
-            squares += tl.sum(z * z, 1)
-        else:
-            inside = (col_start + tl.arange(0, BLOCK_N) < HIDDEN)[None, :]
-            count = tl.minimum(HIDDEN - col_start, BLOCK_N).to(tl.float32)
-            share = count / (col_start + count)
-            block_mean = tl.sum(z, 1) / count
-            centred = tl.where(inside, z - block_mean[:, None], 0.0)
-            delta = block_mean - mean
-            mean += delta * share
-            squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HIDDEN * 1.0) + eps))
-    if KIND == "layer_norm":
-        tl.store(mean_ptr + rows, mean)
-    tl.store(rstd_ptr + rows, rstd)
-
 
 # --- launchers ----------------------------------------------------------------------------------------------
 
@@ -382,12 +190,7 @@ def layer_norm_fwd_with(
                 _wide_fwd_stats_kernel,
                 (rows,),
                 x.device,
-                *sources,
-                seed,
-                mean,
-                rstd,
-                *strides,
-                *scalars,
+                *(*sources, seed, mean, rstd, *strides, *scalars),
                 HIDDEN=hidden,
                 BLOCK_N=block_n,
                 KIND=kind,
@@ -397,19 +200,18 @@ def layer_norm_fwd_with(
             _layer_norm_fwd_kernel,
             (cdiv(rows, block_m), cdiv(hidden, block_n)),
             x.device,
-            *sources,
-            weight,
-            bias,
-            seed,
-            y,
-            z if save_z else None,
-            mean,
-            rstd,
-            more[0] if rounded else None,
-            *strides,
-            y.stride(0),
-            z.stride(0),
-            *scalars,
+            *(
+                *sources,
+                weight,
+                bias,
+                seed,
+                y,
+                z if save_z else None,
+                mean,
+                rstd,
+                more[0] if rounded else None,
+            ),
+            *(*strides, y.stride(0), z.stride(0), *scalars),
             HIDDEN=hidden,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -476,62 +278,33 @@ def layer_norm_bwd_with(
             _wide_bwd_means_kernel,
             (rows,),
             dy.device,
-            dy,
-            drounded,
-            z,
-            weight,
-            mean,
-            rstd,
-            means,
-            dy.stride(0),
-            z.stride(0),
-            rows,
+            *(dy, drounded, z, weight, mean, rstd, means, seed),
+            *(dy.stride(0), z.stride(0), rows, *_dropout_args(dropout_p, offset)),
             HIDDEN=hidden,
             BLOCK_N=block_n,
             KIND=kind,
+            DROPS_OUTPUT=False,
             num_warps=num_warps,
         )
     launch(
         _layer_norm_bwd_kernel,
         (programs, column_blocks),
         dy.device,
-        dy,
-        drounded,
-        dsum,
-        z,
-        weight,
-        mean,
-        rstd,
-        means,
-        seed,
-        dx if need_dx else None,
-        dresidual if own_dresidual else None,
-        dweight,
-        dbias,
-        dx_bias,
-        dy.stride(0),
-        z.stride(0),
-        (dx if need_dx else dresidual).stride(0),
-        rows,
-        *_dropout_args(dropout_p, offset),
+        *(dy, drounded, dsum, z, weight, mean, rstd, means, seed, dx if need_dx else None),
+        *(dresidual if own_dresidual else None, dweight, dbias, dx_bias, dy.stride(0), z.stride(0)),
+        *((dx if need_dx else dresidual).stride(0), rows, *_dropout_args(dropout_p, offset)),
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         KIND=kind,
+        DROPS_OUTPUT=False,
         num_warps=num_warps,
     )
     if needed:
         outs = (*needed, None, None)[:3]
         launch(
-            _sum_partials_kernel,
-            (cdiv(hidden, 32), len(needed)),
-            dy.device,
-            partials,
-            *outs,
-            programs,
+            *(_sum_partials_kernel, (cdiv(hidden, 32), len(needed)), dy.device, partials, *outs, programs),
             HIDDEN=hidden,
-            BLOCK_M=64,
-            BLOCK_N=32,
-            num_warps=4,
+            **SIZES,
         )
     return dx, dresidual, *sums

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastbert.kernels.philox import philox_keep
+from fastbert.kernels.philox import dropped
 
 # Arguments for which 1 and multiples of 16 compile nothing anew.
 _FIXED_TYPES = ("n_rows", "offset", "threshold")
@@ -11,14 +11,32 @@ _FIXED_TYPES = ("n_rows", "offset", "threshold")
 
 @triton.jit
 def _bwd_tile(
-    dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN: tl.constexpr
+    sources,
+    dy_stride,
+    z_stride,
+    dropout,
+    rows,
+    col_start,
+    mask,
+    mean,
+    rstd,
+    HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DROPS_OUTPUT: tl.constexpr,
 ):
-    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy, that of y twice, is 0 outside the matrix."""
+    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy, that of y twice, is 0 outside the matrix.
+
+    `sources`: dy, drounded, z. DROPS_OUTPUT: dy is that of what the norm returns, after `dropout`.
+    """
+    dy_ptr, drounded_ptr, z_ptr = sources
+    cols = col_start + tl.arange(0, BLOCK_N)
     dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if drounded_ptr is not None:
-        dy += tl.load(drounded_ptr + rows[:, None] * HIDDEN + cols[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        drounded_at = drounded_ptr + rows[:, None] * HIDDEN + cols[None, :]
+        dy += tl.load(drounded_at, mask=mask, other=0.0).to(tl.float32)
+    if DROPS_OUTPUT:
+        dy = dropped(dy, dropout, rows, col_start, BLOCK_M, BLOCK_N)
     z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     return dy, (z - mean[:, None]) * rstd[:, None]
 
@@ -66,11 +84,12 @@ def _layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
+    DROPS_OUTPUT: tl.constexpr,
 ):
     """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
 
     Of wide rows a program takes one column block; `means_ptr` then holds each row's mean(g) and
-    mean(g * x_hat).
+    mean(g * x_hat). DROPS_OUTPUT: dropout follows the norm (embedding.py), and is not x's.
     """
     program = tl.program_id(0)
     col_start = tl.program_id(1) * BLOCK_N
@@ -80,6 +99,7 @@ def _layer_norm_bwd_kernel(
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dx_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sources, dropout = (dy_ptr, drounded_ptr, z_ptr), (seed_ptr, offset, threshold, keep_scale)
     for tile in range(program, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0)):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row_mask = rows < n_rows
@@ -91,7 +111,8 @@ def _layer_norm_bwd_kernel(
         if KIND != "no_norm":
             rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         dy, x_hat = _bwd_tile(
-            dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN
+            *(sources, dy_stride, z_stride, dropout, rows, col_start, mask, mean, rstd),
+            *(HIDDEN, BLOCK_M, BLOCK_N, DROPS_OUTPUT),
         )
         g = dy * weight
         if KIND == "no_norm":
@@ -110,9 +131,8 @@ def _layer_norm_bwd_kernel(
         dx_at = rows[:, None] * dx_stride + cols[None, :]
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
-        if seed_ptr is not None:
-            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
-            dz = tl.where(keep, dz * keep_scale, 0.0)
+        if not DROPS_OUTPUT:
+            dz = dropped(dz, dropout, rows, col_start, BLOCK_M, BLOCK_N)
         if dx_ptr is not None:
             tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)
         if dweight_ptr is not None:
@@ -138,12 +158,17 @@ def _wide_bwd_means_kernel(
     mean_ptr,
     rstd_ptr,
     means_ptr,
+    seed_ptr,
     dy_stride,
     z_stride,
     n_rows,
+    offset,
+    threshold,
+    keep_scale,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
+    DROPS_OUTPUT: tl.constexpr,
 ):
     """mean(g) and mean(g * x_hat) of one row, summed block by block."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -154,11 +179,13 @@ def _wide_bwd_means_kernel(
     rstd = tl.load(rstd_ptr + rows)
     g_sum = tl.zeros((1,), tl.float32)
     gx_sum = tl.zeros((1,), tl.float32)
+    sources, dropout = (dy_ptr, drounded_ptr, z_ptr), (seed_ptr, offset, threshold, keep_scale)
     for col_start in range(0, HIDDEN, BLOCK_N):
         cols = col_start + tl.arange(0, BLOCK_N)
         mask = cols < HIDDEN
         dy, x_hat = _bwd_tile(
-            dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask[None, :], mean, rstd, HIDDEN
+            *(sources, dy_stride, z_stride, dropout, rows, col_start, mask[None, :], mean, rstd),
+            *(HIDDEN, 1, BLOCK_N, DROPS_OUTPUT),
         )
         g = dy * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
         g_sum += tl.sum(g, 1)

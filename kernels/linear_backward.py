@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.activation import slope
-from fastbert.kernels.column_sums import _sum_partials_kernel
+from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, PROGRAMS, launch, resident_programs
 
 
@@ -187,17 +187,9 @@ def activation_bwd_with(
     )
     if need_dbias:
         launch(
-            _sum_partials_kernel,
-            (triton.cdiv(out_features, 32), 1),
-            dy.device,
-            partials,
-            dbias,
-            None,
-            None,
-            programs,
+            *(_sum_partials_kernel, (triton.cdiv(out_features, 32), 1), dy.device),
+            *(partials, dbias, None, None, programs),
             HIDDEN=out_features,
-            BLOCK_M=64,
-            BLOCK_N=32,
-            num_warps=4,
+            **SIZES,
         )
     return g, dbias

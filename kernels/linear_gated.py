@@ -10,6 +10,7 @@ Tiling     As in kernels/linear.py, with tiles of [BLOCK_M, BLOCK_N] of both hal
 Precision  As in kernels/linear.py: y is made of the unrounded product, and rounded once.
 Saved      pre in storage dtype, where backward will ask for it.
 Transport  As in kernels/linear.py; a half is a matrix of its own, so TMA cuts it at its last column.
+Files      linear_forward.py: forward's kernel, that of a plain product. Here: backward's, and the launches.
 Source     Shazeer 2020, GLU Variants Improve Transformer.
 """
 
@@ -26,236 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastbert.kernels import activation as activation_kernels
 from fastbert.kernels import linear, linear_backward, tuning
 from fastbert.kernels.activation import activate, slope
-from fastbert.kernels.column_sums import _sum_partials_kernel
+from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, launch, resident_programs
-from fastbert.kernels.linear_forward import PART, _bias, _halves, _tile_at
-
-
-@triton.jit
-def _add_products(
-    a,
-    b,
-    x,
-    a_weight,
-    b_weight,
-    x_stride,
-    weight_stride,
-    row_start,
-    col_start,
-    n_rows,
-    first,
-    last,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """`a`, `b` = [BLOCK_M, BLOCK_N] plus the products over [first, last) of the depth; `last` ends a tile."""
-    if TMA:
-        for k in range(first, last, BLOCK_K):
-            x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
-            a = tl.dot(x_tile, a_weight.load([col_start, k]).T, a, input_precision="ieee")
-            b = tl.dot(x_tile, b_weight.load([col_start, k]).T, b, input_precision="ieee")
-    else:
-        rows = tl.minimum(row_start + tl.arange(0, a.shape[0]), n_rows - 1).to(tl.int64)
-        outs = tl.minimum(col_start + tl.arange(0, a.shape[1]), OUT - 1).to(tl.int64)
-        ks = tl.arange(0, BLOCK_K)
-        x_at = x + rows[:, None] * x_stride + ks[None, :]
-        weight_at = outs[None, :] * weight_stride + ks[:, None]
-        for k in range(first, last, BLOCK_K):
-            if IN % BLOCK_K == 0:
-                x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
-                a_tile = tl.load(a_weight + weight_at + k)  # [BLOCK_K, BLOCK_N]
-                b_tile = tl.load(b_weight + weight_at + k)
-            else:
-                inside = ks < IN - k
-                x_tile = tl.load(x_at + k, mask=inside[None, :], other=0.0)
-                a_tile = tl.load(a_weight + weight_at + k, mask=inside[:, None], other=0.0)
-                b_tile = tl.load(b_weight + weight_at + k, mask=inside[:, None], other=0.0)
-            a = tl.dot(x_tile, a_tile, a, input_precision="ieee")
-            b = tl.dot(x_tile, b_tile, b, input_precision="ieee")
-    return a, b
-
-
-@triton.jit
-def _gated_epilogue(
-    a,
-    b,
-    a_bias_ptr,
-    b_bias_ptr,
-    residual_ptr,
-    y,
-    a_pre,
-    b_pre,
-    y_stride,
-    pre_stride,
-    residual_stride,
-    row_start,
-    col_start,
-    n_rows,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    EXACT: tl.constexpr,
-    BIAS_FIRST: tl.constexpr,
-):
-    """Finish and store `a`, `b` = [BLOCK_M, SPLIT * part], part by part."""
-    if SPLIT > 1:
-        a_left, a_right = _halves(a)
-        b_left, b_right = _halves(b)
-        HALF: tl.constexpr = a.shape[1] // 2
-        _gated_epilogue(
-            a_left,
-            b_left,
-            a_bias_ptr,
-            b_bias_ptr,
-            residual_ptr,
-            y,
-            a_pre,
-            b_pre,
-            y_stride,
-            pre_stride,
-            residual_stride,
-            row_start,
-            col_start,
-            n_rows,
-            OUT,
-            ACTIVATION,
-            SPLIT // 2,
-            TMA,
-            DTYPE,
-            EXACT,
-            BIAS_FIRST,
-        )
-        _gated_epilogue(
-            a_right,
-            b_right,
-            a_bias_ptr,
-            b_bias_ptr,
-            residual_ptr,
-            y,
-            a_pre,
-            b_pre,
-            y_stride,
-            pre_stride,
-            residual_stride,
-            row_start,
-            col_start + HALF,
-            n_rows,
-            OUT,
-            ACTIVATION,
-            SPLIT // 2,
-            TMA,
-            DTYPE,
-            EXACT,
-            BIAS_FIRST,
-        )
-    else:
-        rows = row_start + tl.arange(0, a.shape[0])
-        cols = col_start + tl.arange(0, a.shape[1])
-        mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]
-        wide_rows = rows.to(tl.int64)[:, None]
-        if a_bias_ptr is not None and not BIAS_FIRST:
-            a += _bias(a_bias_ptr, cols, OUT)
-            b += _bias(b_bias_ptr, cols, OUT)
-        if a_pre is not None:
-            if TMA:
-                a_pre.store([row_start, col_start], a.to(DTYPE))
-                b_pre.store([row_start, col_start], b.to(DTYPE))
-            else:
-                pre_at = wide_rows * pre_stride + cols[None, :]
-                tl.store(a_pre + pre_at, a.to(DTYPE), mask=mask)
-                tl.store(b_pre + pre_at, b.to(DTYPE), mask=mask)
-        HALF_PRECISION: tl.constexpr = DTYPE != tl.float32  # noqa: SIM300
-        few = DTYPE == tl.bfloat16  # noqa: SIM300
-        a = activate(a, ACTIVATION, FEW_DIGITS=few, CHEAP=HALF_PRECISION and not EXACT) * b
-        if residual_ptr is not None:
-            residual_at = residual_ptr + wide_rows * residual_stride + cols[None, :]
-            a += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
-        if TMA:
-            y.store([row_start, col_start], a.to(DTYPE))
-        else:
-            tl.store(y + wide_rows * y_stride + cols[None, :], a.to(DTYPE), mask=mask)
-
-
-@triton.jit(do_not_specialize=("n_rows",))
-def _linear_gated_fwd_kernel(
-    x,
-    a_weight,
-    b_weight,
-    a_bias_ptr,
-    b_bias_ptr,
-    residual_ptr,
-    y,
-    a_pre,
-    b_pre,
-    x_stride,
-    weight_stride,
-    y_stride,
-    pre_stride,
-    residual_stride,
-    n_rows,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
-    BIAS_FIRST: tl.constexpr,
-):
-    """With TMA `x`, the weights, `y` and the halves of pre are tensor descriptors, else pointers."""
-    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    COL_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
-    row_tiles = tl.cdiv(n_rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), row_tiles * COL_TILES, tl.num_programs(0), flatten=TMA):
-        row_tile, col_tile = _tile_at(tile, row_tiles, COL_TILES, GROUP_M)
-        row_start, col_start = row_tile * BLOCK_M, col_tile * BLOCK_N
-        a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if a_bias_ptr is not None and BIAS_FIRST:
-            cols = col_start + tl.arange(0, BLOCK_N)
-            a += _bias(a_bias_ptr, cols, OUT)
-            b += _bias(b_bias_ptr, cols, OUT)
-        operands = x, a_weight, b_weight, x_stride, weight_stride, row_start, col_start, n_rows
-        # In parts a depth that is no multiple of a tile spills.
-        if DTYPE == tl.float32 and IN > PART and IN % BLOCK_K == 0:  # noqa: SIM300
-            for first in range(0, IN, PART):
-                last = tl.minimum(first + PART, IN)
-                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                a_part, b_part = _add_products(part, part, *operands, first, last, IN, OUT, BLOCK_K, TMA)
-                a += a_part
-                b += b_part
-        else:
-            a, b = _add_products(a, b, *operands, 0, IN, IN, OUT, BLOCK_K, TMA)
-        _gated_epilogue(
-            a,
-            b,
-            a_bias_ptr,
-            b_bias_ptr,
-            residual_ptr,
-            y,
-            a_pre,
-            b_pre,
-            y_stride,
-            pre_stride,
-            residual_stride,
-            row_start,
-            col_start,
-            n_rows,
-            OUT,
-            ACTIVATION,
-            SPLIT,
-            TMA,
-            DTYPE,
-            EXACT,
-            BIAS_FIRST,
-        )
+from fastbert.kernels.linear_forward import _linear_fwd_kernel
 
 
 @triton.jit(do_not_specialize=("n_rows",))
@@ -383,19 +157,14 @@ def linear_fwd_with(
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
     programs = min(tiles, tuning.device_of(x.device).multiprocessors * config.per_multiprocessor)
     launch(
-        _linear_gated_fwd_kernel,
+        _linear_fwd_kernel,
         (programs,),
         x.device,
         *operands[:3],
         *_none_or_halves(bias, gated),
         residual,
         *operands[3:],
-        x.stride(0),
-        weight.stride(0),
-        y.stride(0),
-        2 * columns,
-        0 if residual is None else residual.stride(0),
-        rows,
+        *(x.stride(0), weight.stride(0), y.stride(0), 0 if residual is None else residual.stride(0), rows),
         IN=x.shape[1],
         OUT=columns,
         ACTIVATION=activation,
@@ -472,17 +241,9 @@ def gate_bwd(
     )
     if need_dbias:
         launch(
-            _sum_partials_kernel,
-            (triton.cdiv(2 * columns, 32), 1),
-            dy.device,
-            partials,
-            dbias,
-            None,
-            None,
-            programs,
+            *(_sum_partials_kernel, (triton.cdiv(2 * columns, 32), 1), dy.device),
+            *(partials, dbias, None, None, programs),
             HIDDEN=2 * columns,
-            BLOCK_M=64,
-            BLOCK_N=32,
-            num_warps=4,
+            **SIZES,
         )
     return g, dbias

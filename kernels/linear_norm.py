@@ -31,7 +31,8 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
-from fastbert.kernels.layer_norm import row_of
+from fastbert.kernels.layer_norm_forward import centred_rows, row_of, rstd_of
+from fastbert.kernels.linear_forward import _add_product
 
 if TYPE_CHECKING:
     from fastbert.ops.linear_norm import LinearNormInputs
@@ -70,10 +71,8 @@ def _normalize(
     for part in tl.static_range(1, SPLIT_K):
         of_part = partials_ptr + tl.cast(n_rows, tl.int64) * (part * OUT)
         z += tl.load(of_part + at, mask=mask, other=0.0, cache_modifier=".cg")
-    mean = tl.div_rn(tl.sum(z, 1), OUT * 1.0)  # [NORM_M]
-    centred = tl.where(inside, z - mean[:, None], 0.0)
-    var = tl.div_rn(tl.sum(centred * centred, 1), OUT * 1.0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
+    _, centred = centred_rows(z, inside, OUT)
+    rstd = rstd_of(tl.sum(centred * centred, 1), eps, OUT)
     y = centred * rstd[:, None] * norm_weight
     if norm_bias_ptr is not None:
         y += norm_bias
@@ -134,27 +133,18 @@ def _linear_norm_kernel(
     row_start = row_tile * BLOCK_M
     rows = row_start + tl.arange(0, BLOCK_M)
     cols = col_start + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
-    # Rows and columns after the last one read the last one again and are not stored.
-    x_at = x_ptr + tl.minimum(rows, n_rows - 1).to(tl.int64)[:, None] * x_stride + ks[None, :]
-    weight_at = weight_ptr + tl.minimum(cols, OUT - 1).to(tl.int64)[None, :] * weight_stride + ks[:, None]
+    operands = x_ptr, weight_ptr, None, x_stride, weight_stride
+    first, last = part * STEPS // SPLIT_K * BLOCK_K, (part + 1) * STEPS // SPLIT_K * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(part * STEPS // SPLIT_K, (part + 1) * STEPS // SPLIT_K):
-        k = step * BLOCK_K
-        if IN % BLOCK_K == 0:
-            x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
-            weight_tile = tl.load(weight_at + k)  # [BLOCK_K, BLOCK_N]
-        else:
-            depth = ks < IN - k
-            x_tile = tl.load(x_at + k, mask=depth[None, :], other=0.0)
-            weight_tile = tl.load(weight_at + k, mask=depth[:, None], other=0.0)
-        acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    acc, _ = _add_product(
+        *(acc, acc, operands, row_start, col_start, n_rows, first, last, IN, OUT, False, BLOCK_K, False)
+    )
     mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]
-    first = part == 0
+    is_first = part == 0
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + cols, mask=(cols < OUT) & first, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + cols, mask=(cols < OUT) & is_first, other=0.0).to(tl.float32)[None, :]
     wide = rows.to(tl.int64)[:, None]
-    residual = tl.load(residual_ptr + wide * residual_stride + cols[None, :], mask=mask & first, other=0.0)
+    residual = tl.load(residual_ptr + wide * residual_stride + cols[None, :], mask=mask & is_first, other=0.0)
     acc += residual.to(tl.float32)
     place = tl.cast(part, tl.int64) * n_rows * OUT
     tl.store(partials_ptr + place + wide * OUT + cols[None, :], acc, mask=mask)

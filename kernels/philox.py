@@ -60,6 +60,16 @@ def philox_keep(
 
 
 @triton.jit
+def dropped(x, dropout, rows, col_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`x` = [BLOCK_M, BLOCK_N] after `dropout` = (seed_ptr or None, offset, threshold, scale of the kept)."""
+    seed_ptr, offset, threshold, keep_scale = dropout
+    if seed_ptr is not None:
+        keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+        x = tl.where(keep, x * keep_scale, 0.0)
+    return x
+
+
+@triton.jit
 def _two_bits(words, least):
     """Bit 0: whether the low half of each word is kept; bit 1: the high half."""
     return (words << 16 >= least).to(tl.int32) | ((words >= least).to(tl.int32) << 1)

@@ -5,6 +5,8 @@
 from tests.support.mutation import faults_of, of_op
 
 _BAD_IDS = "kernels/bad_ids.py"
+_NORM = "kernels/layer_norm_forward.py"
+_PHILOX = "kernels/philox.py"
 _fault = faults_of("kernels/embedding.py")
 
 FAULTS = (
@@ -32,21 +34,21 @@ FAULTS = (
     _fault("row mask dropped from the stores", "mask = row_mask[:, None] & col_mask[None, :]\n        if", "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        if"),
     _fault("y at the stride of the row's width", "at = rows[:, None] * y_stride", "at = rows[:, None] * HIDDEN"),
     # norm
-    _fault("eps missing", "HIDDEN * 1.0) + eps)", "HIDDEN * 1.0))"),
+    _fault("eps missing", "rstd_of(squares, eps, HIDDEN)", "rstd_of(squares, 0.0, HIDDEN)"),
     _fault("mean not subtracted", "y = (z - mean[:, None])", "y = z"),
-    _fault("masked columns in the variance", "centred = tl.where(mask, z - mean[:, None], 0.0)", "centred = z - mean[:, None]"),
-    _fault("masked columns in the variance of blocks", "centred = tl.where(mask, z - block_mean[:, None], 0.0)", "centred = z - block_mean[:, None]"),
-    _fault("unbiased variance", "tl.div_rn(squares, HIDDEN * 1.0)", "tl.div_rn(squares, HIDDEN - 1.0)"),
-    _fault("blocks merged without their distance", " + delta * delta * col_start * share", ""),
+    _fault("masked columns in the variance", "return mean, tl.where(inside, z - mean[:, None], 0.0)", "return mean, z - mean[:, None]", _NORM),
+    _fault("masked columns in the variance of blocks", "centred = tl.where(inside, z - block_mean[:, None], 0.0)", "centred = z - block_mean[:, None]", _NORM),
+    _fault("unbiased variance", "tl.div_rn(squares, HIDDEN * 1.0)", "tl.div_rn(squares, HIDDEN - 1.0)", _NORM),
+    _fault("blocks merged without their distance", " + delta * delta * col_start * share", "", _NORM),
     _fault("second pass over the last block of the first", "if HIDDEN > BLOCK_N:\n", "if HIDDEN < 0:\n"),
-    _fault("statistics of the rounded sum", "            mean = tl.div_rn(tl.sum(z, 1)", "            z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n            mean = tl.div_rn(tl.sum(z, 1)"),
+    _fault("statistics of the rounded sum", "            mean, centred = centred_rows(z,", "            z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n            mean, centred = centred_rows(z,"),
     _fault("mean and rstd swapped", "tl.store(mean_ptr + rows, mean,", "tl.store(mean_ptr + rows, rstd,"),
     _fault("bias forgotten", "        y += row_of(bias_ptr, cols, HIDDEN)\n", ""),
     _fault("weight forgotten", " * row_of(weight_ptr, cols, HIDDEN)", ""),
     # dropout
-    _fault("scale of the kept forgotten", "y * keep_scale", "y"),
-    _fault("dropout before the norm's bias", "            keep = philox_keep(", "            y -= bias[None, :]\n            keep = philox_keep("),
-    _fault("another plane", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows", "            keep = philox_keep(tl.load(seed_ptr), offset, 1, rows"),
+    _fault("scale of the kept forgotten", "x = tl.where(keep, x * keep_scale, 0.0)", "x = tl.where(keep, x, 0.0)", _PHILOX),
+    _fault("dropout before the norm's bias", "        y += row_of(bias_ptr, cols, HIDDEN)\n        y = dropped(y, (seed_ptr, offset, threshold, keep_scale), rows, col_start, BLOCK_M, BLOCK_N)\n", "        y = dropped(y, (seed_ptr, offset, threshold, keep_scale), rows, col_start, BLOCK_M, BLOCK_N)\n        y += row_of(bias_ptr, cols, HIDDEN)\n"),
+    _fault("another plane", "philox_keep(tl.load(seed_ptr), offset, 0, rows", "philox_keep(tl.load(seed_ptr), offset, 1, rows", _PHILOX),
     # launcher
     _fault("a tile too few", "(cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),
     _fault("rows of the word table for the tokens", "else input_ids.shape[0]", "else word.shape[0]"),

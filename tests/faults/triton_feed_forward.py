@@ -13,11 +13,9 @@ FAULTS = (
         "            for k in range(0, OUT - 8, BLOCK_K):\n                dy_tile = dy.load",
     ),
     _fault("the weight's first rows again", "weight.load([k, col_start])", "weight.load([0, col_start])"),
-    _fault(
-        "the weight's rows do not advance", "= tl.cast(k, tl.int64) * weight_stride", "= 0 * weight_stride"
-    ),
+    _fault("the weight's rows do not advance", "tl.cast(k, tl.int64) * weight_stride", "0 * weight_stride"),
     _fault("int32 rows of the weight", "tl.cast(k, tl.int64) * weight_stride", "k * weight_stride"),
-    _fault("dy does not advance", "dy_tile = tl.load(dy_at + k,", "dy_tile = tl.load(dy_at,"),
+    _fault("dy does not advance", "_load_depth(dy_at + k,", "_load_depth(dy_at,"),
     _fault("depth past the last", "inside = ks < OUT - k", "inside = ks <= OUT - k"),
     _fault(
         "stride of the weight forgotten",
@@ -61,8 +59,8 @@ FAULTS = (
     ),
     _fault(
         "dbias not summed up",
-        "            row_tiles,\n            HIDDEN=inner",
-        "            max(1, row_tiles - 1),\n            HIDDEN=inner",
+        "None, None, row_tiles),\n            HIDDEN=inner",
+        "None, None, max(1, row_tiles - 1)),\n            HIDDEN=inner",
     ),
     _fault(
         "partial sums rounded",

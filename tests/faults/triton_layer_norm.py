@@ -5,6 +5,7 @@
 from tests.support.mutation import faults_of, of_op
 
 _KERNEL = "kernels/layer_norm.py"
+_FORWARD = "kernels/layer_norm_forward.py"
 _BACKWARD = "kernels/layer_norm_backward.py"
 _SUMS = "kernels/column_sums.py"
 _PHILOX = "kernels/philox.py"
@@ -13,42 +14,39 @@ _fault = faults_of(_KERNEL)
 FAULTS = (
     # masks and offsets
     _fault("column mask dropped from the load of x", "cols[None, :], mask=mask, other=0.0).to(tl.float32)\n    if x_bias",
-           "cols[None, :], mask=(rows < n_rows)[:, None], other=0.0).to(tl.float32)\n    if x_bias"),
+           "cols[None, :], mask=(rows < n_rows)[:, None], other=0.0).to(tl.float32)\n    if x_bias", _FORWARD),
     _fault("row mask dropped in backward", "mask = row_mask[:, None] & col_mask[None, :]\n        mean",
            "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        mean", _BACKWARD),
-    _fault("int32 rows in forward", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
+    _fault("int32 rows in forward", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M", _FORWARD),
     _fault("int32 rows in backward", "tl.cast(tile, tl.int64) * BLOCK_M", "tile * BLOCK_M", _BACKWARD),
-    _fault("stride of the residual forgotten", "rows[:, None] * residual_stride", "rows[:, None] * x_stride"),
+    _fault("stride of the residual forgotten", "rows[:, None] * residual_stride", "rows[:, None] * x_stride", _FORWARD),
     _fault("stride of z swapped for dy's", "z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other",
            "z_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other", _BACKWARD),
     _fault("second column block reads the first", "col_start = tl.program_id(1) * BLOCK_N\n    cols = col_start + tl.arange(0, BLOCK_N)\n    row_mask",
-           "col_start = tl.program_id(1) * 0\n    cols = col_start + tl.arange(0, BLOCK_N)\n    row_mask"),
+           "col_start = tl.program_id(1) * 0\n    cols = col_start + tl.arange(0, BLOCK_N)\n    row_mask", _FORWARD),
     # forward arithmetic
-    _fault("x_bias forgotten", "    if x_bias_ptr is not None:\n        z +=", "    if x_bias_ptr is not None:\n        z + "),
-    _fault("residual forgotten", "    if residual_ptr is not None:\n", "    if residual_ptr is not None and x_bias_ptr is None:\n"),
-    _fault("x_bias survives dropout", "z = tl.where(keep, z * keep_scale, 0.0)\n    if residual",
-           "z = tl.where(keep, z * keep_scale, z - z + tl.load(x_bias_ptr + cols, mask=cols < HIDDEN, other=0.0)[None, :]) if x_bias_ptr is not None else tl.where(keep, z * keep_scale, 0.0)\n    if residual"),
-    _fault("eps missing", "tl.sqrt_rn(var + eps)", "tl.sqrt_rn(var)"),
-    _fault("eps missing in wide rows", "tl.div_rn(squares, HIDDEN * 1.0) + eps", "tl.div_rn(squares, HIDDEN * 1.0)"),
-    _fault("variance from E[z²] - E[z]²", "var = tl.div_rn(tl.sum(centred * centred, 1), HIDDEN * 1.0)",
-           "var = tl.div_rn(tl.sum(z * z, 1), HIDDEN * 1.0) - mean * mean"),
-    _fault("variance counts the masked columns", "centred = tl.where(col_mask[None, :], z - mean[:, None], 0.0)",
-           "centred = z - mean[:, None]"),
+    _fault("x_bias forgotten", "    if x_bias_ptr is not None:\n        z +=", "    if x_bias_ptr is not None:\n        z + ", _FORWARD),
+    _fault("residual forgotten", "    if residual_ptr is not None:\n", "    if residual_ptr is not None and x_bias_ptr is None:\n", _FORWARD),
+    _fault("x_bias survives dropout", "    if x_bias_ptr is not None:\n        z += row_of(x_bias_ptr, cols, HIDDEN)\n    z = dropped(z, dropout, rows, col_start, BLOCK_M, BLOCK_N)\n",
+           "    z = dropped(z, dropout, rows, col_start, BLOCK_M, BLOCK_N)\n    if x_bias_ptr is not None:\n        z += row_of(x_bias_ptr, cols, HIDDEN)\n", _FORWARD),
+    _fault("eps missing", "rstd_of(tl.sum(centred * centred, 1), eps, HIDDEN)", "rstd_of(tl.sum(centred * centred, 1), 0.0, HIDDEN)", _FORWARD),
+    _fault("eps missing in wide rows", "rstd_of(squares, eps, HIDDEN)\n    if KIND", "rstd_of(squares, 0.0, HIDDEN)\n    if KIND", _FORWARD),
+    _fault("variance from E[z²] - E[z]²", "rstd_of(tl.sum(centred * centred, 1), eps", "rstd_of(tl.sum(z * z, 1) - HIDDEN * mean * mean, eps", _FORWARD),
+    _fault("variance counts the masked columns", "return mean, tl.where(inside, z - mean[:, None], 0.0)", "return mean, z - mean[:, None]", _FORWARD),
     _fault("mean over the block, not the row", "mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)",
-           "mean = tl.div_rn(tl.sum(z, 1), BLOCK_N * 1.0)"),
-    _fault("mean not subtracted", "            tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n        x_hat = centred * rstd", "            tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n        x_hat = z * rstd"),
+           "mean = tl.div_rn(tl.sum(z, 1), BLOCK_N * 1.0)", _FORWARD),
+    _fault("mean not subtracted", "            tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n        x_hat = centred * rstd", "            tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n        x_hat = z * rstd", _FORWARD),
     _fault("statistics from the rounded z", "    if KIND == \"no_norm\":\n        x_hat = z\n",
-           "    z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n    if KIND == \"no_norm\":\n        x_hat = z\n"),
-    _fault("x_hat rounded to storage dtype", "    y = x_hat * ", "    y = x_hat.to(y_ptr.dtype.element_ty).to(tl.float32) * "),
+           "    z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n    if KIND == \"no_norm\":\n        x_hat = z\n", _FORWARD),
+    _fault("x_hat rounded to storage dtype", "    y = x_hat * ", "    y = x_hat.to(y_ptr.dtype.element_ty).to(tl.float32) * ", _FORWARD),
     # wide rows
-    _fault("blocks merged without their distance", " + delta * delta * col_start * share", ""),
+    _fault("blocks merged without their distance", " + delta * delta * col_start * share", "", _FORWARD),
     # dropout
-    _fault("scale of the kept forgotten", "z = tl.where(keep, z * keep_scale, 0.0)", "z = tl.where(keep, z, 0.0)"),
-    _fault("scale forgotten in backward", "dz = tl.where(keep, dz * keep_scale, 0.0)", "dz = tl.where(keep, dz, 0.0)", _BACKWARD),
-    _fault("other bits in backward", "keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz",
-           "keep = philox_keep(tl.load(seed_ptr), offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz", _BACKWARD),
+    _fault("scale of the kept forgotten", "x = tl.where(keep, x * keep_scale, 0.0)", "x = tl.where(keep, x, 0.0)", _PHILOX),
+    _fault("scale forgotten in backward", "dz = dropped(dz, dropout,", "dz = dropped(dz, (seed_ptr, offset, threshold, 1.0),", _BACKWARD),
+    _fault("other bits in backward", "dz = dropped(dz, dropout, rows,", "dz = dropped(dz, dropout, rows + 1,", _BACKWARD),
     _fault("residual gradient after dropout", "dresidual_ptr + dx_at, dz.to(",
-           "dresidual_ptr + dx_at, tl.where(philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N), dz, 0.0).to(", _BACKWARD),
+           "dresidual_ptr + dx_at, dropped(dz, dropout, rows, col_start, BLOCK_M, BLOCK_N).to(", _BACKWARD),
     _fault("wrong lane order", "tl.join(tl.join(r0, r2), tl.join(r1, r3))", "tl.join(tl.join(r0, r1), tl.join(r2, r3))", _PHILOX),
     _fault("offset forgotten", "plane, offset.to(tl.uint32, bitcast=True))\n", "plane, 0)\n", _PHILOX),
     _fault("row of the tile, not of the matrix", "rows.to(tl.uint32)[:, None]", "(rows % 4).to(tl.uint32)[:, None]", _PHILOX),
@@ -71,8 +69,8 @@ FAULTS = (
     _fault("last partial sum lost", "mask=(p < n_partials)[:, None]", "mask=(p < n_partials - 1)[:, None]", _SUMS),
     _fault("partial sums share a row", "partial_at = program.to(tl.int64) * HIDDEN + cols", "partial_at = cols", _BACKWARD),
     # RMSNorm and the returned sum
-    _fault("rms: mean subtracted", "        if KIND == \"layer_norm\":\n            mean =", "        if KIND != \"no_norm\":\n            mean ="),
-    _fault("rms: squares of the last block alone", "            squares += tl.sum(z * z, 1)\n", "            squares = tl.sum(z * z, 1)\n"),
+    _fault("rms: mean subtracted", "        if KIND == \"layer_norm\":\n            mean, centred", "        if KIND != \"no_norm\":\n            mean, centred", _FORWARD),
+    _fault("rms: squares of the last block alone", "            squares += tl.sum(z * z, 1)\n", "            squares = tl.sum(z * z, 1)\n", _FORWARD),
     _fault("rms: mean of g subtracted", "centred = g - x_hat * gx_mean[:, None]\n    elif", "centred = g - g_mean[:, None] - x_hat * gx_mean[:, None]\n    elif", _BACKWARD),
     _fault("rms: no gradient at hidden size 1", "    if KIND == \"rms_norm\":\n        centred = g", "    if KIND == \"rms_norm\" and HIDDEN > 1:\n        centred = g", _BACKWARD),
     _fault("rms: mean saved", "mean = torch.empty_like(rstd) if kind == \"layer_norm\" else rstd.new_empty((0,))", "mean = torch.empty_like(rstd)"),
@@ -81,8 +79,8 @@ FAULTS = (
     _fault("gradient of the sum doubled", "            dz += tl.load(dsum_at,", "            dz += 2 * tl.load(dsum_at,", _BACKWARD),
     _fault("gradient of the sum past the row", "dz += tl.load(dsum_at, mask=mask,", "dz += tl.load(dsum_at, mask=row_mask[:, None],", _BACKWARD),
     # NoNorm
-    _fault("none: normalised", "    if KIND == \"no_norm\":\n        x_hat = z\n    elif", "    if KIND == \"no_norm\" and HIDDEN > BLOCK_N:\n        x_hat = z\n    elif"),
-    _fault("none: wide rows normalised", "    if KIND == \"no_norm\":\n        x_hat = z\n    elif", "    if KIND == \"no_norm\" and HIDDEN <= BLOCK_N:\n        x_hat = z\n    elif"),
+    _fault("none: normalised", "    if KIND == \"no_norm\":\n        x_hat = z\n    elif", "    if KIND == \"no_norm\" and HIDDEN > BLOCK_N:\n        x_hat = z\n    elif", _FORWARD),
+    _fault("none: wide rows normalised", "    if KIND == \"no_norm\":\n        x_hat = z\n    elif", "    if KIND == \"no_norm\" and HIDDEN <= BLOCK_N:\n        x_hat = z\n    elif", _FORWARD),
     _fault("none: weight forgotten in backward", "            dz = g\n", "            dz = dy\n", _BACKWARD),
     _fault("none: gradient of a norm", "        if KIND == \"no_norm\":\n            dz = g\n", "        if KIND == \"no_norm\" and HIDDEN == 1:\n            dz = g\n", _BACKWARD),
     _fault("none: x_hat of rstd 0", "tl.full((BLOCK_M,), 1.0, tl.float32)", "tl.full((BLOCK_M,), 0.0, tl.float32)", _BACKWARD),

@@ -2,30 +2,34 @@
 
 from tests.support.mutation import faults_of, of_op
 
+_FORWARD = "kernels/linear_forward.py"
+_NORM = "kernels/layer_norm_forward.py"
 _fault = faults_of("kernels/linear_norm.py")
 
 FAULTS = (
     # the product
     _fault(
-        "a part begins a step late", "range(part * STEPS // SPLIT_K,", "range((part * STEPS + 1) // SPLIT_K,"
+        "a part begins a step late",
+        "first, last = part * STEPS // SPLIT_K",
+        "first, last = (part * STEPS + 1) // SPLIT_K",
     ),
     _fault(
         "steps rounded down",
         "STEPS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K",
         "STEPS: tl.constexpr = max(1, IN // BLOCK_K)",
     ),
-    _fault("depth past the last", "depth = ks < IN - k", "depth = ks <= IN - k"),
-    _fault("x does not advance", "x_tile = tl.load(x_at + k, mask", "x_tile = tl.load(x_at, mask"),
-    _fault("whole tiles of the weight do not advance", "tl.load(weight_at + k)  #", "tl.load(weight_at)  #"),
-    _fault("rows past the last", "tl.minimum(rows, n_rows - 1)", "tl.minimum(rows, n_rows)"),
-    _fault("columns past the last", "tl.minimum(cols, OUT - 1)", "tl.minimum(cols, OUT)"),
-    _fault("stride of x forgotten", "[:, None] * x_stride", "[:, None] * IN"),
-    _fault("int32 rows of x", "n_rows - 1).to(tl.int64)", "n_rows - 1)"),
-    _fault("int32 rows of the weight", "OUT - 1).to(tl.int64)", "OUT - 1)"),
+    _fault("depth past the last", "inside = ks < IN - k", "inside = ks <= IN - k", _FORWARD),
+    _fault("x does not advance", "_load_depth(x_at + k,", "_load_depth(x_at,", _FORWARD),
+    _fault("the weight does not advance", "_load_depth(weight_at + k,", "_load_depth(weight_at,", _FORWARD),
+    _fault("rows past the last", "n_rows - 1).to(tl.int64)", "n_rows).to(tl.int64)", _FORWARD),
+    _fault("columns past the last", "OUT - 1).to(tl.int64)", "OUT).to(tl.int64)", _FORWARD),
+    _fault("stride of x forgotten", "[:, None] * x_stride", "[:, None] * IN", _FORWARD),
+    _fault("int32 rows of x", "n_rows - 1).to(tl.int64)", "n_rows - 1)", _FORWARD),
+    _fault("int32 rows of the weight", "OUT - 1).to(tl.int64)", "OUT - 1)", _FORWARD),
     _fault("parts swapped with columns", "col_start = program // SPLIT_K %", "col_start = program %"),
     # bias, residual, parts
-    _fault("the bias in every part", "mask=(cols < OUT) & first", "mask=(cols < OUT)"),
-    _fault("the residual in every part", "mask=mask & first", "mask=mask"),
+    _fault("the bias in every part", "mask=(cols < OUT) & is_first", "mask=(cols < OUT)"),
+    _fault("the residual in every part", "mask=mask & is_first", "mask=mask"),
     _fault("the residual dropped", "acc += residual.to(tl.float32)", "acc += 0 * residual.to(tl.float32)"),
     _fault("parts share a place", "place = tl.cast(part, tl.int64)", "place = 0 * tl.cast(part, tl.int64)"),
     _fault(
@@ -57,14 +61,17 @@ FAULTS = (
     _fault("order within the block alone", 'scope="gpu"', 'scope="cta"'),
     # the norm
     _fault("half of the rows of a tile", "n_rows), NORM_M)", "n_rows), 2 * NORM_M)"),
-    _fault("eps forgotten", "tl.sqrt_rn(var + eps)", "tl.sqrt_rn(var)"),
+    _fault("eps forgotten", "centred, 1), eps, OUT)", "centred, 1), 0.0, OUT)"),
     _fault(
         "columns after the last in the variance",
-        "tl.where(inside, z - mean[:, None], 0.0)",
-        "z - mean[:, None]",
+        "return mean, tl.where(inside, z - mean[:, None], 0.0)",
+        "return mean, z - mean[:, None]",
+        _NORM,
     ),
     _fault(
-        "the mean of a block", "tl.div_rn(tl.sum(z, 1), OUT * 1.0)", "tl.div_rn(tl.sum(z, 1), NORM_N * 1.0)"
+        "the mean of a block",
+        "_, centred = centred_rows(z, inside, OUT)",
+        "_, centred = centred_rows(z, inside, NORM_N)",
     ),
     _fault("the weight of the norm dropped", "rstd[:, None] * norm_weight\n", "rstd[:, None]\n"),
     _fault(

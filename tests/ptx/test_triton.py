@@ -23,7 +23,7 @@ OPS = {
     "cross_entropy": {"_cross_entropy_fwd_kernel", "_mean_loss_kernel", "_cross_entropy_bwd_kernel"},
     "embedding": {
         "_embedding_fwd_kernel",
-        "_embedding_bwd_kernel",
+        "_layer_norm_bwd_kernel",
         "_sum_partials_kernel",
         "_table_bwd_kernel",
     },
@@ -37,7 +37,6 @@ OPS = {
     "linear": {
         "_linear_fwd_kernel",
         "_linear_bwd_kernel",
-        "_linear_gated_fwd_kernel",
         "_linear_gated_bwd_kernel",
         "_sum_partials_kernel",
     },

@@ -59,7 +59,7 @@ def product_of_tma(row: dict) -> None:
 
 def gated_product(row: dict) -> None:
     """As `product_of_tma`; the gradient's pass has no product."""
-    if row["kernel"] == "_linear_gated_fwd_kernel":
+    if row["kernel"] == "_linear_fwd_kernel":
         product_of_tma(row)
 
 
