@@ -64,15 +64,12 @@ def _exponentials(
     rows,
     keys,
     shift,
-    bias_ptr,
-    bias_row_stride,
-    bias_key_stride,
+    bias,
     relative,
     first_row,
     first_key,
     length,
-    left,
-    right,
+    window,
     scale,
     unit,
     CAUSAL: tl.constexpr,
@@ -84,8 +81,10 @@ def _exponentials(
 ):
     """exp(S - lse) of the products `scores`, 0 where not allowed; FOLDED: `shift` = lse in units of log 2.
 
-    `rows` and `shift` are [BLOCK_M, 1] and `keys` is [1, BLOCK_N], or all are TRANSPOSED.
+    `rows` and `shift` are [BLOCK_M, 1] and `keys` is [1, BLOCK_N], or all are TRANSPOSED. `bias`: its pointer
+    or None, and the strides of its rows and keys; `window`: left and right.
     """
+    bias_ptr, bias_row_stride, bias_key_stride = bias
     if not FOLDED:
         scores *= scale
     scores = _with_distances(scores, relative, first_row, first_key, length, BLOCK_M, BLOCK_N, TRANSPOSED)
@@ -100,7 +99,7 @@ def _exponentials(
     if relative[0][0] is not None:
         # Rows past the sequence have no lse: their exponentials might be infinite.
         allowed = allowed & (rows < length)
-    allowed = _in_window(allowed, rows, keys, left, right, CAUSAL)
+    allowed = _in_window(allowed, rows, keys, *window, CAUSAL)
     scores = tl.where(allowed, scores, float("-inf"))
     if FOLDED:
         return tl.exp2(scores * unit - shift)
@@ -129,36 +128,46 @@ def _store_tile(
 
 
 @triton.jit
+def _kept(
+    dropout,
+    head,
+    packed_rows,
+    inside,
+    first_key,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Whether dropout keeps each pair of a tile: from saved bits, or drawn again.
+
+    `dropout`: seed_ptr, offset, threshold, bits_ptr (None without saved bits) and the stride of their rows.
+    """
+    seed_ptr, offset, threshold, bits_ptr, bits_stride = dropout
+    if bits_ptr is not None:
+        return saved_keep(bits_ptr, bits_stride, packed_rows, inside, first_key, BLOCK_N, TRANSPOSED)
+    else:
+        seed = tl.load(seed_ptr)
+        keep = philox_keep(seed, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
+        return tl.trans(keep) if TRANSPOSED else keep
+
+
+@triton.jit
 def _query_tile(
     q,
     do,
-    q_ptr,
-    q_stride,
-    k_ptr,
-    k_stride,
-    v_ptr,
-    v_stride,
-    dout_ptr,
-    dout_stride,
-    bias_ptr,
-    bias_row_stride,
-    bias_key_stride,
+    operands,
+    bias,
     relative,
-    seed_ptr,
-    bits_ptr,
-    bits_stride,
+    dropout,
     shift,
     first_row,
     first_key,
     start,
     head,
     length,
-    left,
-    right,
+    window,
     scale,
     unit,
-    offset,
-    threshold,
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -168,7 +177,11 @@ def _query_tile(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """(k = [BLOCK_N, BLOCK_D], exp(S - lse), dropped dout vᵀ: both [BLOCK_M, BLOCK_N] in float32)."""
+    """(k = [BLOCK_N, BLOCK_D], exp(S - lse), dropped dout vᵀ: both [BLOCK_M, BLOCK_N] in float32).
+
+    `operands`: pointers and strides of rows of q, k, v and dout. Without chunks `q` and `do` hold rows.
+    """
+    q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride = operands
     rows = first_row + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, True, BLOCK_N, BLOCK_D)
@@ -183,10 +196,8 @@ def _query_tile(
         *(k_ptr, k_stride, first_key, length, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
     )
     weights = _exponentials(
-        *(scores, rows[:, None], keys[None, :], shift[:, None], bias_ptr, bias_row_stride, bias_key_stride),
-        relative,
-        *(first_row, first_key, length, left, right, scale, unit, CAUSAL, FOLDED, BIAS_HAS_ROWS, BLOCK_M),
-        *(BLOCK_N, False),
+        *(scores, rows[:, None], keys[None, :], shift[:, None], bias, relative, first_row, first_key, length),
+        *(window, scale, unit, CAUSAL, FOLDED, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, False),
     )
     dprobs = _product(
         do,
@@ -194,11 +205,7 @@ def _query_tile(
         v,
         *(v_ptr, v_stride, first_key, length, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
     )
-    if seed_ptr is not None:
-        if bits_ptr is not None:
-            keep = saved_keep(bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, False)
-        else:
-            seed = tl.load(seed_ptr)
-            keep = philox_keep(seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)
+    if dropout[0] is not None:
+        keep = _kept(dropout, head, start + rows, rows < length, first_key, BLOCK_M, BLOCK_N, False)
         dprobs = tl.where(keep, dprobs, 0.0)
     return k, weights, dprobs

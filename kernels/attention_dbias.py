@@ -112,20 +112,20 @@ def _attention_bwd_dbias_kernel(
         key_head = tl.cast(_key_head(head, GROUP), tl.int64)
         k_at = k_ptr + wide_start * k_stride + key_head * k_head_stride
         v_at = v_ptr + wide_start * v_stride + key_head * v_head_stride
+        bias = bias_ptr, bias_row_stride, bias_key_stride
         if bias_ptr is not None:
             bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
-        else:
-            bias_at = None
+            bias = bias_at, bias_row_stride, bias_key_stride
         relative = (
             (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
             (query_stride, query_head_stride, key_stride, key_head_stride),
             (distance_head_stride, positions_stride, reach),
             (wide_sequence, wide_start, wide_head),
         )
+        dropout = seed_ptr, offset, threshold, bits_ptr, bits_stride
         if bits_ptr is not None:
-            bits_at = bits_ptr + wide_head * total * bits_stride
-        else:
-            bits_at = None
+            dropout = seed_ptr, offset, threshold, bits_ptr + wide_head * total * bits_stride, bits_stride
+        operands = q_at, q_stride, k_at, k_stride, v_at, v_stride, dout_at, dout_stride
         factor = keep_scale
         if gate_ptr is not None:
             factor *= tl.load(gate_ptr + head).to(tl.float32)
@@ -157,14 +157,9 @@ def _attention_bwd_dbias_kernel(
                 _, weights, dprobs = _query_tile(
                     q,
                     do,
-                    *(q_at, q_stride, k_at, k_stride, v_at, v_stride, dout_at, dout_stride),
-                    bias_at,
-                    *(bias_row_stride, bias_key_stride),
-                    relative,
-                    seed_ptr,
-                    bits_at,
-                    *(bits_stride, shift, row, key, start, head, length, left, right, scale, unit, offset),
-                    *(threshold, HEAD_DIM, CAUSAL, False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
+                    *(operands, bias, relative, dropout, shift, row, key, start, head, length),
+                    *((left, right), scale, unit, HEAD_DIM, CAUSAL, False, BIAS_HAS_ROWS),
+                    *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                 )
                 acc += weights * inverse[:, None] * (dprobs * factor - delta[:, None])
     rows = first_row + tl.arange(0, BLOCK_M)

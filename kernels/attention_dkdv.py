@@ -6,9 +6,8 @@ The mathematics, the tiling and the launch are in kernels/attention_backward.py.
 import triton
 import triton.language as tl
 
-from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _exponentials, _product, _store_tile
+from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _exponentials, _kept, _product, _store_tile
 from fastbert.kernels.attention_tiles import _finite, _load_rows, _place, _slot
-from fastbert.kernels.philox import philox_keep, saved_keep
 
 
 @triton.jit(do_not_specialize=FIXED_TYPES)
@@ -124,14 +123,10 @@ def _attention_bwd_dkdv_kernel(
                 wide_head = tl.cast(head, tl.int64)
                 dout_at = dout_ptr + wide_start * dout_stride + wide_head * dout_head_stride
                 q_at = q_ptr + wide_start * q_stride + wide_head * q_head_stride
+                bias = bias_ptr, bias_row_stride, bias_key_stride
                 if bias_ptr is not None:
-                    bias_at = (
-                        bias_ptr
-                        + tl.cast(sequence, tl.int64) * bias_batch_stride
-                        + wide_head * bias_head_stride
-                    )
-                else:
-                    bias_at = None
+                    bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
+                    bias = bias_at, bias_row_stride, bias_key_stride
                 relative = (
                     (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
                     (query_stride, query_head_stride, key_stride, key_head_stride),
@@ -140,10 +135,10 @@ def _attention_bwd_dkdv_kernel(
                 )
                 delta_at = delta_ptr + wide_head * total + wide_start
                 lse_at = lse_ptr + wide_head * lse_head_stride + wide_start
+                dropout = seed_ptr, offset, threshold, bits_ptr, bits_stride
                 if bits_ptr is not None:
                     bits_at = bits_ptr + wide_head * total * bits_stride
-                else:
-                    bits_at = None
+                    dropout = seed_ptr, offset, threshold, bits_at, bits_stride
                 if gate_ptr is not None:
                     gate = tl.load(gate_ptr + head).to(tl.float32)
                     factor = keep_scale * gate
@@ -160,50 +155,26 @@ def _attention_bwd_dkdv_kernel(
                         shift = _finite(tl.load(lse_at + rows, mask=rows < length, other=0.0))
                     scores = _product(  # [BLOCK_N, BLOCK_M]
                         k,
-                        k_ptr,
-                        k_stride,
-                        first_key,
-                        q,
-                        q_at,
-                        q_stride,
-                        first_row,
-                        length,
-                        HEAD_DIM,
-                        BLOCK_N,
-                        BLOCK_M,
-                        BLOCK_D,
-                        CHUNK,
+                        *(k_ptr, k_stride, first_key, q, q_at, q_stride, first_row, length),
+                        *(HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK),
                     )
                     probs = _exponentials(
-                        *(scores, rows[None, :], keys[:, None], shift[None, :]),
-                        bias_at,
-                        *(bias_row_stride, bias_key_stride),
-                        relative,
-                        *(first_row, first_key, length, left, right, scale, unit, CAUSAL, FOLDED),
-                        *(BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, True),
+                        *(scores, rows[None, :], keys[:, None], shift[None, :], bias, relative, first_row),
+                        *(first_key, length, (left, right), scale, unit, CAUSAL, FOLDED, BIAS_HAS_ROWS),
+                        *(BLOCK_M, BLOCK_N, True),
                     )
                     if not FOLDED:
                         probs *= inverse[None, :]
                     if dk_ptr is not None:
                         dprobs = _product(
                             v,
-                            *(v_ptr, v_stride, first_key),
-                            do,
-                            *(dout_at, dout_stride, first_row, length, HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D),
-                            CHUNK,
+                            *(v_ptr, v_stride, first_key, do, dout_at, dout_stride, first_row, length),
+                            *(HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK),
                         )
                     dropped = probs
                     if seed_ptr is not None:
-                        if bits_at is not None:
-                            keep = saved_keep(
-                                bits_at, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
-                            )
-                        else:
-                            seed = tl.load(seed_ptr)
-                            keep = philox_keep(
-                                seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
-                            )
-                            keep = tl.trans(keep)
+                        inside = rows < length
+                        keep = _kept(dropout, head, start + rows, inside, first_key, BLOCK_M, BLOCK_N, True)
                         dropped = tl.where(keep, probs, 0.0)
                         if dk_ptr is not None:
                             dprobs = tl.where(keep, dprobs, 0.0)

@@ -128,6 +128,9 @@ def _attention_bwd_dq_kernel(
                 bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
             if bits_ptr is not None:
                 bits_ptr += wide_head * total * bits_stride
+            operands = q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride
+            bias = bias_ptr, bias_row_stride, bias_key_stride
+            dropout = seed_ptr, offset, threshold, bits_ptr, bits_stride
             wide_sequence = tl.cast(sequence, tl.int64)
             relative = (
                 (columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr),
@@ -162,12 +165,20 @@ def _attention_bwd_dq_kernel(
             for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
                 k, weights, dprobs = _query_tile(
                     q,
-                    do,
-                    *(q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride, bias_ptr),
-                    *(bias_row_stride, bias_key_stride),
-                    relative,
-                    *(seed_ptr, bits_ptr, bits_stride, shift, first_row, first_key, start, head, length),
-                    *(left, right, scale, unit, offset, threshold, HEAD_DIM, CAUSAL, FOLDED, BIAS_HAS_ROWS),
+                    *(
+                        do,
+                        operands,
+                        bias,
+                        relative,
+                        dropout,
+                        shift,
+                        first_row,
+                        first_key,
+                        start,
+                        head,
+                        length,
+                    ),
+                    *((left, right), scale, unit, HEAD_DIM, CAUSAL, FOLDED, BIAS_HAS_ROWS),
                     *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                 )
                 norm += tl.sum(weights, 1)

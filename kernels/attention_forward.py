@@ -38,19 +38,13 @@ _FIXED_TYPES = (
 @triton.jit
 def _score_tile(
     q,
-    q_ptr,
-    q_stride,
-    k_ptr,
-    k_stride,
-    bias_ptr,
-    bias_row_stride,
-    bias_key_stride,
+    operands,
+    bias,
     relative,
     first_row,
     first_key,
     length,
-    left,
-    right,
+    window,
     scale,
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -66,8 +60,11 @@ def _score_tile(
     """`scores` = [BLOCK_M, BLOCK_N] in float32, -inf where not allowed; FOLDED: not yet scaled.
 
     RELATIVE: columns are compared with the keys that are left. That saves the keys' numbers, an instruction
-    per column, but spills in the largest tiles.
+    per column, but spills in the largest tiles. `operands`: pointers and strides of rows of q, k and v;
+    `bias`: its pointer or None, the strides of its rows and keys; `window`: left and right.
     """
+    q_ptr, q_stride, k_ptr, k_stride, _, _ = operands
+    bias_ptr, bias_row_stride, bias_key_stride = bias
     if q is not None:
         k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -95,7 +92,7 @@ def _score_tile(
             allowed = (tl.arange(0, BLOCK_N) < length - first_key)[None, :]
         else:
             allowed = (keys < length)[None, :]
-        allowed = _in_window(allowed, rows[:, None], keys[None, :], left, right, CAUSAL)
+        allowed = _in_window(allowed, rows[:, None], keys[None, :], *window, CAUSAL)
         scores = tl.where(allowed, scores, float("-inf"))
     return scores
 
@@ -119,27 +116,15 @@ def _walk(
     begin,
     end,
     q,
-    q_ptr,
-    q_stride,
-    k_ptr,
-    k_stride,
-    v_ptr,
-    v_stride,
-    bias_ptr,
-    bias_row_stride,
-    bias_key_stride,
+    operands,
+    bias,
     relative,
-    seed_ptr,
-    offset,
-    threshold,
-    bits_ptr,
-    bits_stride,
+    dropout,
     head,
     packed_rows,
     first_row,
     length,
-    left,
-    right,
+    window,
     scale,
     unit,
     HEAD_DIM: tl.constexpr,
@@ -153,16 +138,21 @@ def _walk(
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Add the keys from `begin` to `end` to acc = Σ exp(S - top) v, norm = Σ exp(S - top), top = max S."""
+    """Add the keys from `begin` to `end` to acc = Σ exp(S - top) v, norm = Σ exp(S - top), top = max S.
+
+    `dropout`: seed_ptr or None, offset, threshold, and where its bits are saved: a pointer or None, a stride.
+    """
+    seed_ptr, offset, threshold, bits_ptr, bits_stride = dropout
+    _, _, _, _, v_ptr, v_stride = operands
+    left, _ = window
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)  # here: after a store of bits the loop would load it again
     for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         scores = _score_tile(
             q,
-            *(q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride),
-            relative,
-            *(first_row, first_key, length, left, right, scale, HEAD_DIM, CAUSAL, FOLDED, MASKED),
-            *(seed_ptr is not None, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
+            *(operands, bias, relative, first_row, first_key, length, window, scale),
+            *(HEAD_DIM, CAUSAL, FOLDED, MASKED, seed_ptr is not None, BIAS_HAS_ROWS),
+            *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
         )
         if FOLDED:
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
@@ -330,6 +320,9 @@ def _attention_fwd_kernel(
                 (distance_head_stride, positions_stride, reach),
                 (wide_sequence, wide_start, wide_head),
             )
+            operands = q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride
+            bias = bias_ptr, bias_row_stride, bias_key_stride
+            dropout = seed_ptr, offset, threshold, bits_ptr, bits_stride
             packed_rows = start + first_row + tl.arange(0, BLOCK_M)
             if CHUNK == BLOCK_D:
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
@@ -359,11 +352,9 @@ def _attention_fwd_kernel(
                 acc, norm, top = _walk(
                     *(acc, norm, top, begin, upto),
                     q,
-                    *(q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, bias_ptr, bias_row_stride),
-                    bias_key_stride,
-                    relative,
-                    *(seed_ptr, offset, threshold, bits_ptr, bits_stride, head, packed_rows, first_row),
-                    *(length, left, right, scale, unit, HEAD_DIM, CAUSAL, FOLDED, part != 1, BIAS_HAS_ROWS),
+                    *(operands, bias, relative, dropout, head, packed_rows, first_row, length),
+                    *((left, right), scale, unit),
+                    *(HEAD_DIM, CAUSAL, FOLDED, part != 1, BIAS_HAS_ROWS),
                     *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, 1 if SPLIT and part != 1 else NUM_STAGES),
                 )
                 begin = upto
@@ -387,10 +378,9 @@ def _attention_fwd_kernel(
                 for first_key in tl.range(first_seen, end, BLOCK_N, num_stages=1):
                     scores = _score_tile(
                         q,
-                        *(q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride),
-                        relative,
-                        *(first_row, first_key, length, left, right, scale, HEAD_DIM, CAUSAL, FOLDED, True),
-                        *(False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
+                        *(operands, bias, relative, first_row, first_key, length, (left, right), scale),
+                        *(HEAD_DIM, CAUSAL, FOLDED, True, False, BIAS_HAS_ROWS),
+                        *(BLOCK_M, BLOCK_N, BLOCK_D, CHUNK),
                     )
                     probs = _weights(scores, top, unit, left, FOLDED) * inverse[:, None]
                     probs = tl.where((rows < length)[:, None], probs, 0.0)

@@ -79,15 +79,8 @@ def _attention_places_kernel(
         for after in range(used, n_slots, CHUNK):
             at = after + tl.arange(0, CHUNK)
             zeros = tl.zeros((CHUNK,), tl.int32)
-            _store_places(
-                places_ptr,
-                at,
-                at < n_slots,
-                zeros + n_sequences,
-                zeros + rows,
-                zeros + step,
-                (at - used) * height,
-            )
+            place = zeros + n_sequences, zeros + rows, zeros + step, (at - used) * height
+            _store_places(places_ptr, at, at < n_slots, *place)
     else:
         mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         start, length = _lengths(cu_seqlens_ptr, mine, n_sequences)
@@ -109,16 +102,10 @@ def _attention_places_kernel(
             later = owned[:, None] - 1 - (tile + tl.arange(0, TILES))[None, :]
             slot = before[:, None] + tile + tl.arange(0, TILES)[None, :]
             zeros = tl.zeros((BLOCK, TILES), tl.int32)
+            mask = (later >= 0) & (slot >= 0) & (slot < n_slots)
             # The last tile comes first: with a causal mask it has the most keys.
-            _store_places(
-                places_ptr,
-                slot,
-                (later >= 0) & (slot >= 0) & (slot < n_slots),
-                zeros + mine[:, None],
-                zeros + start[:, None],
-                zeros + length[:, None],
-                later * height,
-            )
+            place = zeros + mine[:, None], zeros + start[:, None], zeros + length[:, None], later * height
+            _store_places(places_ptr, slot, mask, *place)
 
 
 def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:

@@ -23,7 +23,7 @@ FAULTS = (
     _fault("the first block's sequences everywhere", "mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mine = tl.arange(0, BLOCK)"),
     _fault("a block of sequences too few", "cdiv(batch, _BLOCK) + 1", "batch // _BLOCK + 1"),
     _fault("tail overlaps the last tiles", "for after in range(used, n_slots, CHUNK):", "for after in range(used - 1, n_slots, CHUNK):"),
-    _fault("tail behind the tiles' rows", "(at - used) * height,", "at * height,"),
+    _fault("tail behind the tiles' rows", "(at - used) * height\n", "at * height\n"),
     _fault("tail belongs to the last sequence", "zeros + n_sequences,", "zeros + n_sequences - 1,"),
     _fault("sections of one height", "height = _LOWEST << which", "height = _LOWEST << (which // 2)"),
     _fault("in order, one slot for all starts", "before = start // height + mine", "before = start // height"),
