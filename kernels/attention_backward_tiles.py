@@ -31,21 +31,10 @@ FIXED_TYPES = (
 
 @triton.jit
 def _product(
-    a,
-    a_ptr,
-    a_stride,
-    first_a,
-    b,
-    b_ptr,
-    b_stride,
-    first_b,
-    length,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    a, a_ptr, a_stride, first_a, b, b_ptr, b_stride, first_b, length,
+    HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """a bᵀ = [BLOCK_A, BLOCK_B] in float32, of the rows from `first_a` and `first_b` on, by CHUNK dims."""
     if CHUNK == BLOCK_D:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
@@ -60,25 +49,10 @@ def _product(
 
 @triton.jit
 def _exponentials(
-    scores,
-    rows,
-    keys,
-    shift,
-    bias,
-    relative,
-    first_row,
-    first_key,
-    length,
-    window,
-    scale,
-    unit,
-    CAUSAL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BIAS_HAS_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    scores, rows, keys, shift, bias, relative, first_row, first_key, length, window, scale, unit,
+    CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """exp(S - lse) of the products `scores`, 0 where not allowed; FOLDED: `shift` = lse in units of log 2.
 
     `rows` and `shift` are [BLOCK_M, 1] and `keys` is [1, BLOCK_N], or all are TRANSPOSED. `bias`: its pointer
@@ -153,30 +127,11 @@ def _kept(
 
 @triton.jit
 def _query_tile(
-    q,
-    do,
-    operands,
-    bias,
-    relative,
-    dropout,
-    shift,
-    first_row,
-    first_key,
-    start,
-    head,
-    length,
-    window,
-    scale,
+    q, do, operands, bias, relative, dropout, shift, first_row, first_key, start, head, length, window, scale,
     unit,
-    HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BIAS_HAS_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """(k = [BLOCK_N, BLOCK_D], exp(S - lse), dropped dout vᵀ: both [BLOCK_M, BLOCK_N] in float32).
 
     `operands`: pointers and strides of rows of q, k, v and dout. Without chunks `q` and `do` hold rows.

@@ -37,26 +37,11 @@ _FIXED_TYPES = (
 
 @triton.jit
 def _score_tile(
-    q,
-    operands,
-    bias,
-    relative,
-    first_row,
-    first_key,
-    length,
-    window,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    MASKED: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    BIAS_HAS_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    q, operands, bias, relative, first_row, first_key, length, window, scale,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, MASKED: tl.constexpr,
+    RELATIVE: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """`scores` = [BLOCK_M, BLOCK_N] in float32, -inf where not allowed; FOLDED: not yet scaled.
 
     RELATIVE: columns are compared with the keys that are left. That saves the keys' numbers, an instruction
@@ -110,34 +95,12 @@ def _weights(scores, top, unit, left, FOLDED: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc,
-    norm,
-    top,
-    begin,
-    end,
-    q,
-    operands,
-    bias,
-    relative,
-    dropout,
-    head,
-    packed_rows,
-    first_row,
-    length,
-    window,
-    scale,
-    unit,
-    HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    MASKED: tl.constexpr,
-    BIAS_HAS_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    acc, norm, top, begin, end, q, operands, bias, relative, dropout, head, packed_rows, first_row, length,
+    window, scale, unit,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, MASKED: tl.constexpr,
+    BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Add the keys from `begin` to `end` to acc = Σ exp(S - top) v, norm = Σ exp(S - top), top = max S.
 
     `dropout`: seed_ptr or None, offset, threshold, and where its bits are saved: a pointer or None, a stride.
@@ -185,17 +148,10 @@ def _walk(
 
 @triton.jit
 def _store_rows(
-    out_ptr,
-    out_stride,
-    lse_ptr,
-    out,
-    lse,
-    first,
-    end,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_ptr, out_stride, lse_ptr,
+    out, lse, first, end,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Store `out` = [BLOCK_M, BLOCK_D] and `lse` = [BLOCK_M] in the packed rows from `first` to `end`."""
     rows = first.to(tl.int64) + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -216,71 +172,20 @@ def _store_probs(probs_ptr, stride, probs, rows, first_key, max_seqlen, BLOCK_N:
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    places_ptr,
-    cu_seqlens_ptr,
-    bias_ptr,
-    gate_ptr,
-    seed_ptr,
-    out_ptr,
-    lse_ptr,
-    probs_ptr,
-    bits_ptr,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    bias_batch_stride,
-    bias_head_stride,
-    bias_row_stride,
-    bias_key_stride,
-    out_stride,
-    out_head_stride,
-    lse_head_stride,
-    probs_batch_stride,
-    probs_head_stride,
-    probs_row_stride,
-    bits_stride,
-    first_slot,
-    total,
-    n_sequences,
-    n_tiles,
-    max_seqlen,
-    scale,
-    unit,
-    offset,
-    threshold,
-    keep_scale,
-    left,
+    q_ptr, k_ptr, v_ptr, places_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr, out_ptr, lse_ptr,
+    probs_ptr, bits_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, bias_batch_stride,
+    bias_head_stride, bias_row_stride, bias_key_stride, out_stride, out_head_stride, lse_head_stride,
+    probs_batch_stride, probs_head_stride, probs_row_stride, bits_stride,
+    first_slot, total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale, left,
     right,
-    columns_ptr,
-    query_ptr,
-    key_ptr,
-    distance_ptr,
-    positions_ptr,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    distance_head_stride,
-    positions_stride,
+    columns_ptr, query_ptr, key_ptr, distance_ptr, positions_ptr,
+    query_stride, query_head_stride, key_stride, key_head_stride, distance_head_stride, positions_stride,
     reach,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BIAS_HAS_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr,
+    BIAS_HAS_ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One tile of one sequence and head, or rows after the last sequence.
 
     With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table has its place.

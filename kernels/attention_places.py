@@ -47,18 +47,9 @@ def _store_places(places_ptr, slot, mask, sequence, start, length, first_row):
 
 @triton.jit(do_not_specialize=("n_sequences", "second", "third", "fourth", "end"))
 def _attention_places_kernel(
-    places_ptr,
-    cu_seqlens_ptr,
-    n_sequences,
-    second,
-    third,
-    fourth,
-    end,
-    RANKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    places_ptr, cu_seqlens_ptr, n_sequences, second, third, fourth, end,
+    RANKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """The places of BLOCK sequences in one section, or those of the section's tail."""
     which = tl.program_id(1)
     height = _LOWEST << which

@@ -32,26 +32,12 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=("total", "n_sequences", "n_tiles"))
 def _attention_received_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    cu_seqlens_ptr,
-    received_ptr,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    total,
-    n_sequences,
-    n_tiles,
-    unit,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    q_ptr, k_ptr, lse_ptr, cu_seqlens_ptr, received_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride,
+    total, n_sequences, n_tiles, unit,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """A head's part of one tile of keys, `received` = [nheads, total], or of rows after the last sequence."""
     head = tl.program_id(0)
     wide_head = head.to(tl.int64)

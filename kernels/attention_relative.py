@@ -126,23 +126,10 @@ def _with_distances(
 
 @triton.jit(do_not_specialize=("nheads", "max_seqlen", "ncolumns", "n_tiles", "positions_stride", "reach"))
 def _attention_bwd_columns_kernel(
-    ds_ptr,
-    order_ptr,
-    ends_ptr,
-    columns_ptr,
-    positions_ptr,
-    cu_seqlens_ptr,
-    out_ptr,
-    nheads,
-    max_seqlen,
-    ncolumns,
-    n_tiles,
-    positions_stride,
-    reach,
-    BACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    ds_ptr, order_ptr, ends_ptr, columns_ptr, positions_ptr, cu_seqlens_ptr, out_ptr,
+    nheads, max_seqlen, ncolumns, n_tiles, positions_stride, reach,
+    BACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """`out` = [rows, nheads, ncolumns]: dS = [sequences, nheads, max_seqlen, max_seqlen], summed by column.
 
     `order` has the distances, counted from 1 - max_seqlen, by their columns; those of column c end before

@@ -35,19 +35,10 @@ SUM_BLOCK = 1024
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _cross_entropy_fwd_kernel(
-    x_ptr,
-    labels_ptr,
-    losses_ptr,
-    lse_ptr,
-    stride_units,
-    n_rows,
-    class_units,
-    ignore_index,
-    smoothing,
-    SMOOTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, labels_ptr, losses_ptr, lse_ptr, stride_units,
+    n_rows, class_units, ignore_index, smoothing,
+    SMOOTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`x` = [n_rows, classes], `losses` = [n_rows], `lse` = [2, n_rows]."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -104,20 +95,10 @@ def _mean_loss_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _cross_entropy_bwd_kernel(
-    dloss_ptr,
-    x_ptr,
-    labels_ptr,
-    lse_ptr,
-    count_ptr,
-    dx_ptr,
-    stride_units,
-    n_rows,
-    class_units,
-    ignore_index,
-    smoothing,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dloss_ptr, x_ptr, labels_ptr, lse_ptr, count_ptr, dx_ptr, stride_units,
+    n_rows, class_units, ignore_index, smoothing,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`dx` = [n_rows, classes], contiguous; `lse` = [2, n_rows]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

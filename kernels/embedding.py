@@ -90,36 +90,12 @@ def _gathered(word_ptr, position_ptr, segment_ptr, word_at, position_at, segment
 
 @triton.jit(do_not_specialize=("n_rows", "offset", "threshold"))
 def _embedding_fwd_kernel(
-    ids_ptr,
-    word_ptr,
-    position_ids_ptr,
-    position_ptr,
-    segment_ids_ptr,
-    segment_ptr,
-    weight_ptr,
-    bias_ptr,
-    seed_ptr,
-    y_ptr,
-    z_ptr,
-    mean_ptr,
-    rstd_ptr,
-    bad_ptr,
-    word_stride,
-    position_stride,
-    segment_stride,
-    y_stride,
-    word_rows,
-    position_rows,
-    segment_rows,
-    n_rows,
-    eps,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ids_ptr, word_ptr, position_ids_ptr, position_ptr, segment_ids_ptr, segment_ptr, weight_ptr, bias_ptr,
+    seed_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, bad_ptr,
+    word_stride, position_stride, segment_stride, y_stride,
+    word_rows, position_rows, segment_rows, n_rows, eps, offset, threshold, keep_scale,
+    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The tokens of one tile. `word_ptr` is inputs_embeds where `ids_ptr` is None."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < n_rows

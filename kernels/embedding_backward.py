@@ -50,17 +50,9 @@ def _chunk_sums_kernel(
 
 @triton.jit(do_not_specialize=("skipped",))
 def _table_bwd_kernel(
-    dz_ptr,
-    order_ptr,
-    starts_ptr,
-    sums_ptr,
-    dtable_ptr,
-    skipped,
-    HIDDEN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dz_ptr, order_ptr, starts_ptr, sums_ptr, dtable_ptr, skipped,
+    HIDDEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One row of the table: its run of sorted tokens is [starts[row], starts[row + 1]); row `skipped`: 0."""
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -34,21 +34,11 @@ from fastbert.kernels.linear_forward import _halves, _load_depth, _store, _tile_
 
 @triton.jit
 def _times_slope(
-    acc,
-    pre,
-    g,
-    sums_ptr,
-    row_start,
-    col_start,
-    n_rows,
-    INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    EXACT: tl.constexpr,
-    SUM_BY_PRODUCT: tl.constexpr,
-):
+    acc, pre, g, sums_ptr,
+    row_start, col_start, n_rows,
+    INNER: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr, EXACT: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+):  # fmt: skip
     """Finish and store `acc` = [BLOCK_M, SPLIT * part], part by part; `sums_ptr`: this row tile's sums."""
     if SPLIT > 1:
         left, right = _halves(acc)
@@ -102,26 +92,11 @@ def _times_slope(
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _feed_forward_bwd_kernel(
-    dy,
-    weight,
-    pre,
-    g,
-    partials_ptr,
-    dy_stride,
-    weight_stride,
-    n_rows,
-    OUT: tl.constexpr,
-    INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
-    SUM_BY_PRODUCT: tl.constexpr,
-):
+    dy, weight, pre, g, partials_ptr, dy_stride, weight_stride, n_rows,
+    OUT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, EXACT: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+):  # fmt: skip
     """With TMA `dy`, `weight`, `pre` and `g` are descriptors, else pointers.
 
     `partials` = [row tiles, INNER].

@@ -57,21 +57,11 @@ def _two_terms(value, like):
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _first_attention_asked_kernel(
-    q_ptr,
-    weight_ptr,
-    asked_ptr,
-    q_stride,
-    q_head_stride,
-    weight_stride,
-    batch,
-    nheads,
-    width,
-    room,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    q_ptr, weight_ptr, asked_ptr,
+    q_stride, q_head_stride, weight_stride,
+    batch, nheads, width, room, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """`asked` = [batch, nheads, room] in float32, 0 from `width` on; `q` = [batch, nheads, HEAD_DIM]."""
     head = tl.program_id(1).to(tl.int64)
     sequences = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -91,27 +81,12 @@ def _first_attention_asked_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _first_attention_mixed_kernel(
-    x_ptr,
-    asked_ptr,
-    cu_seqlens_ptr,
-    bias_ptr,
-    mixed_ptr,
-    top_ptr,
-    norm_ptr,
-    x_stride,
-    bias_batch_stride,
-    bias_head_stride,
-    bias_key_stride,
-    nheads,
-    width,
-    room,
-    PARTS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    x_ptr, asked_ptr, cu_seqlens_ptr, bias_ptr, mixed_ptr, top_ptr, norm_ptr,
+    x_stride, bias_batch_stride, bias_head_stride, bias_key_stride,
+    nheads, width, room,
+    PARTS: tl.constexpr, CHUNKS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
+    BLOCK_T: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One part of a sequence: `mixed` = [batch, PARTS, nheads, room], not yet divided by `norm`.
 
     `top` and `norm` = [batch, PARTS, nheads]. A part without tokens has norm 0, and its `mixed` is unwritten.
@@ -192,24 +167,11 @@ def _first_attention_mixed_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _first_attention_value_kernel(
-    mixed_ptr,
-    top_ptr,
-    norm_ptr,
-    weight_ptr,
-    value_bias_ptr,
-    gate_ptr,
-    y_ptr,
-    weight_stride,
-    batch,
-    nheads,
-    width,
-    room,
-    HEAD_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    mixed_ptr, top_ptr, norm_ptr, weight_ptr, value_bias_ptr, gate_ptr, y_ptr, weight_stride,
+    batch, nheads, width, room,
+    HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """`y` = [batch, nheads, HEAD_DIM], from the parts that `_first_attention_mixed_kernel` has left."""
     head = tl.program_id(1).to(tl.int64)
     sequences = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -11,20 +11,10 @@ _FIXED_TYPES = ("n_rows", "offset", "threshold")
 
 @triton.jit
 def _bwd_tile(
-    sources,
-    dy_stride,
-    z_stride,
-    dropout,
-    rows,
-    col_start,
-    mask,
-    mean,
-    rstd,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DROPS_OUTPUT: tl.constexpr,
-):
+    sources, dy_stride, z_stride,
+    dropout, rows, col_start, mask, mean, rstd,
+    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DROPS_OUTPUT: tl.constexpr,
+):  # fmt: skip
     """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy, that of y twice, is 0 outside the matrix.
 
     `sources`: dy, drounded, z. DROPS_OUTPUT: dy is that of what the norm returns, after `dropout`.
@@ -59,33 +49,13 @@ def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, KIND: 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _layer_norm_bwd_kernel(
-    dy_ptr,
-    drounded_ptr,
-    dsum_ptr,
-    z_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    seed_ptr,
-    dx_ptr,
-    dresidual_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dx_bias_ptr,
-    dy_stride,
-    z_stride,
-    dx_stride,
-    n_rows,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
+    dy_ptr, drounded_ptr, dsum_ptr, z_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, seed_ptr, dx_ptr,
+    dresidual_ptr, dweight_ptr, dbias_ptr, dx_bias_ptr,
+    dy_stride, z_stride, dx_stride,
+    n_rows, offset, threshold, keep_scale,
+    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     DROPS_OUTPUT: tl.constexpr,
-):
+):  # fmt: skip
     """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
 
     Of wide rows a program takes one column block; `means_ptr` then holds each row's mean(g) and
@@ -151,25 +121,10 @@ def _layer_norm_bwd_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _wide_bwd_means_kernel(
-    dy_ptr,
-    drounded_ptr,
-    z_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    seed_ptr,
-    dy_stride,
-    z_stride,
-    n_rows,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    DROPS_OUTPUT: tl.constexpr,
-):
+    dy_ptr, drounded_ptr, z_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, seed_ptr, dy_stride, z_stride,
+    n_rows, offset, threshold, keep_scale,
+    HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DROPS_OUTPUT: tl.constexpr,
+):  # fmt: skip
     """mean(g) and mean(g * x_hat) of one row, summed block by block."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     if KIND == "rms_norm":

@@ -47,17 +47,10 @@ def rstd_of(squares, eps, HIDDEN: tl.constexpr):
 
 @triton.jit
 def _z_tile(
-    sources,
-    x_stride,
-    residual_stride,
-    dropout,
-    rows,
-    col_start,
-    n_rows,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    sources, x_stride, residual_stride,
+    dropout, rows, col_start, n_rows,
+    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`z` = [BLOCK_M, BLOCK_N] in float32, 0 outside the matrix; `sources`: x, residual, x_bias."""
     x_ptr, residual_ptr, x_bias_ptr = sources
     cols = col_start + tl.arange(0, BLOCK_N)
@@ -74,32 +67,13 @@ def _z_tile(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _layer_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    x_bias_ptr,
-    weight_ptr,
-    bias_ptr,
-    seed_ptr,
-    y_ptr,
-    z_ptr,
-    mean_ptr,
-    rstd_ptr,
+    x_ptr, residual_ptr, x_bias_ptr, weight_ptr, bias_ptr, seed_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr,
     rounded_ptr,
-    x_stride,
-    residual_stride,
-    y_stride,
-    z_stride,
-    n_rows,
-    eps,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SAVE_STATS: tl.constexpr,
+    x_stride, residual_stride, y_stride, z_stride,
+    n_rows, eps, offset, threshold, keep_scale,
+    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAVE_STATS: tl.constexpr,
     KIND: tl.constexpr,
-):
+):  # fmt: skip
     """The rows of one tile. Where HIDDEN > BLOCK_N: one column block of them, with given mean and rstd."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col_start = tl.program_id(1) * BLOCK_N
@@ -142,23 +116,10 @@ def _layer_norm_fwd_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _wide_fwd_stats_kernel(
-    x_ptr,
-    residual_ptr,
-    x_bias_ptr,
-    seed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    n_rows,
-    eps,
-    offset,
-    threshold,
-    keep_scale,
-    HIDDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    x_ptr, residual_ptr, x_bias_ptr, seed_ptr, mean_ptr, rstd_ptr, x_stride, residual_stride,
+    n_rows, eps, offset, threshold, keep_scale,
+    HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule.
 
     For RMSNorm rstd alone, of Σz².

@@ -29,18 +29,9 @@ from fastbert.kernels.launch import MOST_REGISTERS, PROGRAMS, launch, resident_p
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_bwd_kernel(
-    dy_ptr,
-    pre_ptr,
-    g_ptr,
-    dbias_ptr,
-    dy_stride,
-    pre_stride,
-    n_rows,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, pre_ptr, g_ptr, dbias_ptr, dy_stride, pre_stride, n_rows,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """g in storage dtype for every num_programs-th row tile; its column sums go to this program's row."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -52,23 +52,11 @@ def _load_depth(at, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def _epilogue(
-    acc,
-    gate,
-    pointers,
-    y_stride,
-    residual_stride,
-    row_start,
-    col_start,
-    n_rows,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    EXACT: tl.constexpr,
-    BIAS_FIRST: tl.constexpr,
-):
+    acc, gate, pointers, y_stride, residual_stride,
+    row_start, col_start, n_rows,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr, EXACT: tl.constexpr, BIAS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Finish and store `acc` = [BLOCK_M, SPLIT * part], GATED by `gate`, part by part."""
     if SPLIT > 1:
         left, right = _halves(acc)
@@ -110,20 +98,9 @@ def _epilogue(
 
 @triton.jit
 def _add_product(
-    acc,
-    gate,
-    operands,
-    row_start,
-    col_start,
-    n_rows,
-    first,
-    last,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    acc, gate, operands, row_start, col_start, n_rows, first, last,
+    IN: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """`acc` = [BLOCK_M, BLOCK_N] plus the product over [first, last) of the depth, and `gate` if GATED.
 
     `last` ends a tile of the depth. Both accumulators share each tile of x.
@@ -159,32 +136,14 @@ def _add_product(
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_fwd_kernel(
-    x,
-    weight,
-    gate_weight,
-    bias_ptr,
-    gate_bias_ptr,
-    residual_ptr,
-    y,
-    pre,
-    gate_pre,
-    x_stride,
-    weight_stride,
-    y_stride,
-    residual_stride,
-    n_rows,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
-    BIAS_FIRST: tl.constexpr,
-):
+    x, weight, gate_weight,
+    bias_ptr, gate_bias_ptr, residual_ptr,
+    y, pre, gate_pre,
+    x_stride, weight_stride, y_stride, residual_stride, n_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, EXACT: tl.constexpr, BIAS_FIRST: tl.constexpr,
+):  # fmt: skip
     """With TMA `x`, the weights, `y` and `pre` are tensor descriptors, else pointers.
 
     With `gate_weight` a second product gates the first. The halves of pre then share rows of 2 * OUT.

@@ -64,17 +64,10 @@ def _store_e4m3(q_ptr, x, rows, start, n_rows, IN: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _fp8_rows_kernel(
-    x_ptr,
-    q_ptr,
-    step_ptr,
-    x_stride,
-    n_rows,
-    IN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x_ptr, q_ptr, step_ptr, x_stride, n_rows,
+    IN: tl.constexpr, ACTIVATION: tl.constexpr, EXACT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """`q` = [rows, IN] bytes and `step` = [rows]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = _active_tile(x_ptr, x_stride, rows, 0, n_rows, IN, ACTIVATION, EXACT, BLOCK_N)

@@ -34,21 +34,9 @@ from fastbert.kernels.linear_forward import _linear_fwd_kernel
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_gated_bwd_kernel(
-    dy_ptr,
-    a_ptr,
-    b_ptr,
-    da_ptr,
-    db_ptr,
-    a_sums_ptr,
-    b_sums_ptr,
-    dy_stride,
-    pre_stride,
-    n_rows,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, a_sums_ptr, b_sums_ptr, dy_stride, pre_stride, n_rows,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """da, db for every num_programs-th row tile; their column sums go to this program's row.
 
     The rows of da, db and of the sums are 2 * OUT apart.

@@ -74,17 +74,9 @@ def _store_bytes(v_ptr, x, inv, zero, rows, start, n_rows, IN: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _int8_rows_kernel(
-    x_ptr,
-    smooth_ptr,
-    v_ptr,
-    offset_ptr,
-    step_ptr,
-    x_stride,
-    n_rows,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, smooth_ptr, v_ptr, offset_ptr, step_ptr, x_stride, n_rows,
+    IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`v` = [rows, IN]; `offset` = 128 - zero and `step` = [rows], NaN where a row has no finite range."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = _float_tile(x_ptr, smooth_ptr, x_stride, rows, 0, n_rows, IN, BLOCK_N)
@@ -123,25 +115,10 @@ def _floats(acc, sums_ptr, scale_ptr, bias_ptr, offset, step, channels, inside):
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_int8_kernel(
-    v_ptr,
-    weight_ptr,
-    sums_ptr,
-    offset_ptr,
-    step_ptr,
-    scale_ptr,
-    bias_ptr,
-    y_ptr,
-    n_rows,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    v_ptr, weight_ptr, sums_ptr, offset_ptr, step_ptr, scale_ptr, bias_ptr, y_ptr, n_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, ACTIVE: tl.constexpr, OTHER: tl.constexpr, ACTIVATION: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A tile of `y` = [rows, OUT]. Column c is row ACTIVE + c of the weight, gated by row OTHER + c."""
     row_tiles = (n_rows + BLOCK_M - 1) // BLOCK_M
     row_tile, col_tile = _tile_at(tl.program_id(0), row_tiles, (OUT + BLOCK_N - 1) // BLOCK_N, 8)

@@ -45,18 +45,10 @@ MOST_COLUMNS = 2048
 
 @triton.jit
 def _normalize(
-    partials_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    y_ptr,
-    first_row,
-    n_rows,
-    eps,
-    OUT: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NORM_M: tl.constexpr,
-    NORM_N: tl.constexpr,
-):
+    partials_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr,
+    first_row, n_rows, eps,
+    OUT: tl.constexpr, SPLIT_K: tl.constexpr, NORM_M: tl.constexpr, NORM_N: tl.constexpr,
+):  # fmt: skip
     """y of NORM_M rows from `first_row`: the parts added in their order, then LayerNorm."""
     rows = first_row + tl.arange(0, NORM_M)
     cols = tl.arange(0, NORM_N)
@@ -81,17 +73,9 @@ def _normalize(
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _normalize_kernel(
-    partials_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    y_ptr,
-    n_rows,
-    eps,
-    OUT: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NORM_M: tl.constexpr,
-    NORM_N: tl.constexpr,
-):
+    partials_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr, n_rows, eps,
+    OUT: tl.constexpr, SPLIT_K: tl.constexpr, NORM_M: tl.constexpr, NORM_N: tl.constexpr,
+):  # fmt: skip
     """The second launch, without counters: NORM_M rows per program."""
     first_row = tl.program_id(0) * NORM_M
     norm = norm_weight_ptr, norm_bias_ptr
@@ -100,29 +84,12 @@ def _normalize_kernel(
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    partials_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    y_ptr,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, partials_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr,
     arrivals_ptr,
-    x_stride,
-    weight_stride,
-    residual_stride,
-    n_rows,
-    eps,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NORM_M: tl.constexpr,
-    NORM_N: tl.constexpr,
-):
+    x_stride, weight_stride, residual_stride, n_rows, eps,
+    IN: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NORM_M: tl.constexpr, NORM_N: tl.constexpr,
+):  # fmt: skip
     """One part of one tile; with `arrivals_ptr` the last program of a row tile also normalizes its rows."""
     STEPS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
     COL_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N

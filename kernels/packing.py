@@ -33,19 +33,10 @@ def _bad_indices(indices_ptr, at, total, rows, bad_ptr):
 
 @triton.jit(do_not_specialize=("total", "padded_rows"))
 def _packing_fwd_kernel(
-    x_ptr,
-    indices_ptr,
-    y_ptr,
-    bad_ptr,
-    x_stride,
-    y_stride,
-    inner,
-    total,
-    padded_rows,
-    SPOILED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, indices_ptr, y_ptr, bad_ptr, x_stride, y_stride,
+    inner, total, padded_rows,
+    SPOILED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`x` = [padded_rows, inner], `y` = [total, inner]; SPOILED: the bits of an element of a bad index."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,19 +49,10 @@ def _packing_fwd_kernel(
 
 @triton.jit(do_not_specialize=("total", "rows", "steps"))
 def _packing_bwd_kernel(
-    x_ptr,
-    indices_ptr,
-    y_ptr,
-    bad_ptr,
-    x_stride,
-    y_stride,
-    inner,
-    total,
-    rows,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, indices_ptr, y_ptr, bad_ptr, x_stride, y_stride,
+    inner, total, rows, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`x` = [total, inner], `y` = [rows, inner]; 2**steps > total."""
     padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

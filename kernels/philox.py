@@ -87,18 +87,9 @@ def _drawn_word(seed, offset, plane, rows, col_start, threshold, BLOCK_M: tl.con
 
 @triton.jit
 def drawn_and_saved_keep(
-    seed,
-    offset,
-    plane,
-    rows,
-    inside,
-    col_start,
-    threshold,
-    bits_ptr,
-    bits_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    seed, offset, plane, rows, inside, col_start, threshold, bits_ptr, bits_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The tile of `philox_keep`, also saved at `bits_ptr` for `saved_keep`.
 
     `col_start` is a multiple of BLOCK_N. Word w of a row is at `bits_ptr` + row * `bits_stride` + w; bit i of

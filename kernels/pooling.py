@@ -88,21 +88,11 @@ def _pooling_fwd_kernel(
 
 @triton.jit(do_not_specialize=("batch", "n_rows"))
 def _pooling_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    y_ptr,
-    cu_seqlens_ptr,
-    dx_ptr,
-    dy_stride,
-    x_stride,
-    y_stride,
-    batch,
-    n_rows,
-    width,
-    MODE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, y_ptr, cu_seqlens_ptr, dx_ptr,
+    dy_stride, x_stride, y_stride,
+    batch, n_rows, width,
+    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`dx` = [n_rows, width], `dy` and `y` = [batch, width]; sequence `batch`: the rows after the last."""
     sequence = tl.program_id(0)
     within = sequence < batch

@@ -23,22 +23,10 @@ from fastbert.kernels.launch import cdiv, launch, next_power_of_2
 
 @triton.jit(do_not_specialize=("max_positions",))
 def _rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    y_ptr,
-    row_stride,
-    head_stride,
-    heads,
-    max_positions,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, positions_ptr, y_ptr, row_stride, head_stride, heads, max_positions,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """`x` and `y` = [rows, heads, HEAD_DIM], `cos` and `sin` = [max_positions, HALF]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
