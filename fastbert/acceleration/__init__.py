@@ -34,24 +34,15 @@ if TYPE_CHECKING:
     from fastbert.acceleration.in_place import accelerate, restore
     from fastbert.acceleration.report import ExecutorReport, Explanation, LayerReport, ModelReport, explain
 
-_PLACES = {
-    "ExecutorReport": "report",
-    "Explanation": "report",
-    "LayerReport": "report",
-    "ModelReport": "report",
-    "accelerate": "in_place",
-    "explain": "report",
-    "restore": "in_place",
-}
-
 __all__ = ["ExecutorReport", "Explanation", "LayerReport", "ModelReport", "accelerate", "explain", "restore"]
 
 # Hidden from type checkers, for which it would make any name public
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _PLACES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"fastbert.acceleration.{_PLACES[name]}"), name)
+        place = "in_place" if name in ("accelerate", "restore") else "report"
+        value = getattr(importlib.import_module(f"fastbert.acceleration.{place}"), name)
         globals()[name] = value
         return value

@@ -170,7 +170,7 @@ def check_wheel(wheel: Path, tmp_path: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert tops == {"fastbert", "fastbert_kernels-0.1.0.dist-info"}
     assert modules_of_the_tree() <= names
-    assert "fastbert/py.typed" in names
+    assert {"fastbert/py.typed", "fastbert/__init__.pyi"} <= names
     for folder in ("fastbert/kernels/tuned", "fastbert/pretraining/recipes"):
         assert {f"{folder}/{path.name}" for path in (ROOT / folder).iterdir()} <= names
     assert [n for n in names if n.endswith((".cpp", ".cu", ".h", ".o"))] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 import json
 import re
@@ -125,22 +123,6 @@ def test_type_checkers_pass_what_is_right_and_flag_what_is_wrong(checker, editab
     assert marked(SCRIPTS / "user.py") == set()
     assert {place: message for place, message in found.items() if place not in wrong} == {}
     assert wrong - set(found) == set()
-
-
-def test_type_checkers_see_the_names_there_are():
-    """The imports for type checkers are those of `__all__`, from the modules that `__getattr__` takes."""
-    tree = ast.parse(Path(fastbert.__file__).read_text())
-    (block,) = [
-        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    shown = {
-        alias.asname or alias.name: (statement.module, alias.name)
-        for statement in block.body
-        for alias in statement.names
-    }
-    assert set(shown) | {"__version__"} == set(fastbert.__all__)
-    for name, (module, target) in shown.items():
-        assert getattr(importlib.import_module(module), target) is getattr(fastbert, name)
 
 
 def test_every_family_has_each_class_that_berts_classes_say_it_has():
