@@ -18,22 +18,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from fastbert.pretraining.plans import BLOCK, NO_LABEL, Example, Format, Plan, chain, checked_epoch
-from fastbert.pretraining.rows import DocSentences, FullPlan, FullSentences, RowPlan
+from fastbert.pretraining.plans import BLOCK, Example, Format, Plan, chain, checked_epoch
+from fastbert.pretraining.plans import NO_LABEL as NO_LABEL
+from fastbert.pretraining.rows import DocSentences as DocSentences
+from fastbert.pretraining.rows import FullSentences as FullSentences
 from fastbert.training.draws import Draws
-
-__all__ = [
-    "NO_LABEL",
-    "DocSentences",
-    "Example",
-    "Format",
-    "FullPlan",
-    "FullSentences",
-    "PairPlan",
-    "Plan",
-    "RowPlan",
-    "SegmentPairs",
-]
 
 # relation -> what the pairs with label 0, 1, … are
 RELATIONS = {
