@@ -95,6 +95,41 @@ class LinearCase(ProductCase):
         return elements * dtype.itemsize
 
 
+@dataclass(frozen=True, repr=False)
+class EightBitCase(ProductCase):
+    """A product of rows and a weight in 8 bits, with the op's options.
+
+    The oracle rounds by the contract, so only sums and the epilogue are measured.
+    """
+
+    activation: str | None = None
+    bias: bool = True
+    gated: str | None = None
+
+    def finished(self, acc: Tensor, step: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """What an exact product of the integers becomes."""
+        x, bias = inputs["x"], inputs["bias"]
+        y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * inputs["scale"]).to(x.dtype)
+        return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
+
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
+        """A few roundings of the product before the bias may cancel it."""
+        x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
+        rows = x.float() * inputs.get("smooth", 1.0)
+        most = (rows.norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
+        return torch.finfo(x.dtype).eps * (1 + most) * (1 + most if self.gated else 1)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        rows, k, n = self.rows, self.in_features, self.out_features
+        return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
+
+    @classmethod
+    def timed(cls, lengths: tuple[int, ...]) -> list[Case]:
+        """Those of `linear` without a gate."""
+        calls = [c for c in bench(lengths) if c.gated is None]
+        return [cls(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]
+
+
 SMALL = [
     LinearCase(5, 24, 40, "gelu"),
     LinearCase(3, 17, 9, residual=True),

@@ -44,16 +44,8 @@ class LinearDistillationCase(Case):
         chunk_bytes = self.chunk_rows and 3 * self.chunk_rows * self.classes * x.element_size()
         return super().call(x=x, **inputs, chunk_bytes=chunk_bytes)
 
-    def eager(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-    ) -> Outputs:
-        both = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
+    def eager(self, **inputs: Any) -> Outputs:
+        both = (F.linear(*(inputs[f"{of}{n}"] for n in ("x", "weight", "bias"))) for of in ("", "teacher_"))
         log_q, log_p = (
             F.log_softmax((t if t.dtype == torch.float64 else t.float()) / self.temperature, 1) for t in both
         )

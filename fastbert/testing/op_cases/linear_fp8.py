@@ -1,4 +1,4 @@
-"""Cases of `linear_fp8`. The oracle rounds by the contract, so only sums and the epilogue are measured."""
+"""Cases of `linear_fp8`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_fp8 import rounded_rows
 from fastbert.testing.error_rule import Outputs, draws
-from fastbert.testing.op_cases import linear
+from fastbert.testing.op_cases.linear import EightBitCase
 
 
 @dataclass(frozen=True, repr=False)
-class LinearFp8Case(linear.ProductCase):
+class LinearFp8Case(EightBitCase):
     """A product with the op's options."""
 
-    activation: str | None = None
-    bias: bool = True
-    gated: str | None = None
     input_activation: str | None = None
 
     op = "linear_fp8"
@@ -38,21 +34,9 @@ class LinearFp8Case(linear.ProductCase):
             "bias": randn(self.out_features, scale=0.5) if self.bias else None,
         }
 
-    def eager(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Outputs:
-        q, step = rounded_rows(activate_eager(x, self.input_activation))
-        acc = q.double() @ weight.double().T
-        y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
-        return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
-
-    def floor(self, inputs: dict[str, Any], name: str) -> float:
-        """A few roundings of the product before the bias may cancel it."""
-        x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
-        most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
-        return torch.finfo(x.dtype).eps * (1 + most) * (1 + most if self.gated else 1)
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        rows, k, n = self.rows, self.in_features, self.out_features
-        return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
+    def eager(self, **inputs: Any) -> Outputs:
+        q, step = rounded_rows(activate_eager(inputs["x"], self.input_activation))
+        return self.finished(q.double() @ inputs["weight"].double().T, step, inputs)
 
 
 SMALL = [LinearFp8Case(3, 17, 9, bias=False), LinearFp8Case(5, 32, 48, "gelu")]
@@ -68,6 +52,4 @@ CASES = [
 ]
 
 
-def bench(lengths: tuple[int, ...]) -> list[LinearFp8Case]:
-    calls = [c for c in linear.bench(lengths) if c.gated is None]
-    return [LinearFp8Case(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]
+bench = LinearFp8Case.timed

@@ -1,8 +1,4 @@
-"""Cases of `linear_int8`.
-
-The oracle quantises by the contract and computes the same integers, so only the epilogue's rounding is
-measured. A backend whose integers differ by one is far outside the rule.
-"""
+"""Cases of `linear_int8`. A backend whose integers differ by one is far outside the error rule."""
 
 from __future__ import annotations
 
@@ -10,26 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.testing.error_rule import Outputs, draws
-from fastbert.testing.op_cases import linear
+from fastbert.testing.op_cases.linear import EightBitCase
 
 
 @dataclass(frozen=True, repr=False)
-class LinearInt8Case(linear.ProductCase):
+class LinearInt8Case(EightBitCase):
     """A product with the op's options.
 
     `offset` moves x away from 0; `smooth` makes its columns uneven; `ties` puts it between two integers,
     where one rounding more or less is another integer.
     """
 
-    activation: str | None = None
-    bias: bool = True
     offset: float = 0.0
-    gated: str | None = None
     smooth: bool = False
     ties: bool = False
 
@@ -57,24 +48,10 @@ class LinearInt8Case(linear.ProductCase):
             **({"smooth": factors.to(device), "x": x / factors.to(x)} if self.smooth else {}),
         }
 
-    def eager(
-        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, smooth: Tensor | None = None
-    ) -> Outputs:
-        centred, _, step = quantize_rows(x, smooth)
-        acc = centred.double() @ weight.double().T  # the integers, exactly
-        y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
-        return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
-
-    def floor(self, inputs: dict[str, Any], name: str) -> float:
-        """A few roundings of the product before the bias may cancel it."""
-        x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
-        rows = x.float() * inputs.get("smooth", 1.0)
-        most = (rows.norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
-        return torch.finfo(x.dtype).eps * (1 + most) * (1 + most if self.gated else 1)
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        rows, k, n = self.rows, self.in_features, self.out_features
-        return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
+    def eager(self, **inputs: Any) -> Outputs:
+        centred, _, step = quantize_rows(inputs["x"], inputs.get("smooth"))
+        # the integers, exactly
+        return self.finished(centred.double() @ inputs["weight"].double().T, step, inputs)
 
 
 SMALL = [
@@ -99,6 +76,4 @@ CASES = [
 ]
 
 
-def bench(lengths: tuple[int, ...]) -> list[LinearInt8Case]:
-    calls = [c for c in linear.bench(lengths) if c.gated is None]
-    return [LinearInt8Case(c.rows, c.in_features, c.out_features, c.activation, c.bias) for c in calls]
+bench = LinearInt8Case.timed

@@ -43,31 +43,13 @@ class LinearNormCase(ProductCase):
             "arrivals": new_arrivals(device) if self.arrivals else None,
         }
 
-    def in_parts(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        arrivals: Tensor | None,
-    ) -> Outputs:
-        z = linear(x, weight)
-        return layer_norm(z, norm_weight, norm_bias, residual=residual, x_bias=bias, eps=self.eps)
+    def in_parts(self, x: Tensor, weight: Tensor, bias: Tensor | None, **more: Any) -> Outputs:
+        norm = more["norm_weight"], more["norm_bias"]
+        return layer_norm(linear(x, weight), *norm, residual=more["residual"], x_bias=bias, eps=self.eps)
 
-    def eager(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        arrivals: Tensor | None,
-    ) -> Outputs:
-        z = F.linear(x, weight, bias) + residual
-        return F.layer_norm(z, (self.out_features,), norm_weight, norm_bias, self.eps)
+    def eager(self, x: Tensor, weight: Tensor, bias: Tensor | None, **more: Any) -> Outputs:
+        z = F.linear(x, weight, bias) + more["residual"]
+        return F.layer_norm(z, (self.out_features,), more["norm_weight"], more["norm_bias"], self.eps)
 
     def oracle(self, arrivals: Tensor | None, **inputs: Any) -> Outputs:
         return super().oracle(**inputs)
