@@ -343,17 +343,7 @@ def call_kinds(op: str, device_type: str) -> tuple[str, ...]:
 def serving_function(
     function: str, ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> Callable[..., Any] | None:
-    """`function` of the one backend that now serves the forward of all `ops`.
-
-    Args:
-        function: name in the backend's namespace, such as "encoder_layer_fwd".
-        ops: the ops that the function belongs to; a kind of call follows behind a space, as in
-            "attention training".
-        device, dtype: the tensors' device and dtype.
-
-    Returns:
-        The function; None where several backends serve the ops, or the one backend has no such function.
-    """
+    """The function where `serving_functions` is asked for one alone; None where it returns None."""
     key = (function, ops, device, dtype)
     found = _resolved.get(key, _UNKNOWN)
     if found is _UNKNOWN:
@@ -370,8 +360,10 @@ def serving_functions(
     """Several functions of the one backend that now serves the forward of all `ops`, found by one look-up.
 
     Args:
-        functions: names in the backend's namespace.
-        ops, device, dtype: as in `serving_function`.
+        functions: names in the backend's namespace, such as "encoder_layer_fwd".
+        ops: the ops that the functions belong to; a kind of call follows behind a space, as in
+            "attention training".
+        device, dtype: the tensors' device and dtype.
 
     Returns:
         The functions; None where several backends serve the ops, or the one backend lacks a function.

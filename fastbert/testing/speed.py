@@ -9,8 +9,7 @@ if the geometric mean of its times over the other's is above `SLOWER`.
 
 The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
 calls in training, or with few rows: then these calls are judged by their own times, and the rest by the rest
-    of
-the times of forward alone.
+of the times of forward alone.
 """
 
 from __future__ import annotations
