@@ -88,8 +88,7 @@ def main() -> int:
     report.data["environment"] = machine.describe(torch.device("cpu"))
     for row in rows():
         report.row(row)
-    report.data["finished"] = True
-    report.save()
+    report.end()
     return 0
 
 

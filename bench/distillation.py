@@ -18,6 +18,7 @@ import csv
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 
 import fastbert
-from bench.lib.curves import measure, parser_of
+from bench.lib.curves import axes, band, measure, parser_of
 from bench.pruning import accuracy
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks.examples import tokenized
@@ -118,6 +119,12 @@ def row_of(seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def rows_of(seed: int) -> Iterator[dict[str, Any]]:
+    """The row of a seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield row_of(seed, Path(folder))
+
+
 def line(row: dict[str, Any]) -> str:
     """A row as it is printed."""
     curves = (f"{name} {' '.join(f'{each:.3f}' for each in row[name])}" for name in ("distilled", "alone"))
@@ -126,39 +133,21 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A chart: the median of seeds, and their range."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5.4, 3.4), layout="constrained")
+    figure, (axis,) = axes(5.4, 3.4)
     for name, label, color in (
         ("distilled", "3 layers, distilled", "#2266aa"),
         ("alone", "3 layers, labels alone", "#cc7722"),
     ):
-        each = 100 * np.array([row[name] for row in rows])
-        axis.plot(LABELLED, np.median(each, 0), color=color, label=label, marker="o", markersize=3)
-        axis.fill_between(LABELLED, each.min(0), each.max(0), color=color, alpha=0.15, linewidth=0)
+        band(axis, LABELLED, [row[name] for row in rows], color, label)
     teacher = 100 * np.median([row["teacher"] for row in rows])
     axis.axhline(teacher, color="black", linewidth=0.8, linestyle="--", label="6 layers, the teacher")
     axis.axhline(100 / VALUES, color="black", linewidth=0.6, linestyle=":", label="guessing")
     axis.set(xlabel="labelled texts", ylabel="accuracy, %", xscale="log", ylim=(0, 103))
     axis.set_xticks(LABELLED, [str(count) for count in LABELLED])
     axis.minorticks_off()
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.68))
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    """Train, distil, print and write."""
-
-    def rows_of(seed: int) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
-            return [row_of(seed, Path(folder))]
-
-    return measure(parser_of("distillation", __doc__).parse_args(), rows_of, line, draw)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(parser_of("distillation", __doc__).parse_args(), rows_of, line, draw))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from bench import pruning
-from bench.lib.curves import measure, parser_of
+from bench.lib.curves import axes, measure, parser_of
 from fastbert.compression.early_exit import EarlyExit
 from fastbert.compression.exit_training import KINDS
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
@@ -88,13 +88,8 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A chart per kind: a line per seed, and the layers by themselves."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, kind in zip(axes, KINDS, strict=True):
+    figure, each_axis = axes(9, 3.4, 2)
+    for axis, kind in zip(each_axis, KINDS, strict=True):
         for row in (row for row in rows if row["kind"] == kind):
             first = row["seed"] == 0
             axis.plot(
@@ -109,16 +104,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             )
         axis.set(title=kind, xlabel="layers per text, mean", ylim=(0, 102), xlim=(0.9, LAYERS + 0.1))
         axis.axhline(100 / pruning.VALUES, color="black", linewidth=0.6, linestyle=":")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("accuracy, %")
-    axes[0].legend(frameon=False, loc="lower right")
+    each_axis[0].set_ylabel("accuracy, %")
+    each_axis[0].legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    """Train, measure, print and write."""
-    return measure(parser_of("early_exit", __doc__).parse_args(), curves, line, draw)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(parser_of("early_exit", __doc__).parse_args(), curves, line, draw))

@@ -29,7 +29,7 @@ import torch
 
 import fastbert
 from bench import pruning
-from bench.lib.curves import measure, parser_of
+from bench.lib.curves import axes, band, measure, parser_of
 from fastbert.compression.length_drop import LengthDrop, LengthDropLosses
 from fastbert.compression.schedule_search import search_schedules, within
 from fastbert.compression.size import flops_of
@@ -110,17 +110,14 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A line per kind: the median of seeds, and their range; a point per price and seed of power-bert."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, (axis,) = axes(6, 3.6)
     for kind, color in KINDS.items():
         own = [row for row in rows if row["kind"] == kind]
-        costs, each = (100 * np.array([row[key] for row in own]) for key in ("costs", "accuracy"))
+        costs, right = ([row[key] for row in own] for key in ("costs", "accuracy"))
         if kind == "power-bert":
-            axis.plot(costs.ravel(), each.ravel(), "x", color=color, label=kind)
-            continue
-        axis.plot(100 * np.array(COSTS), np.median(each, 0), "o-", color=color, label=kind, markersize=3)
-        axis.fill_between(100 * np.array(COSTS), each.min(0), each.max(0), color=color, alpha=0.15)
+            axis.plot(100 * np.ravel(costs), 100 * np.ravel(right), "x", color=color, label=kind)
+        else:
+            band(axis, 100 * np.array(COSTS), right, color, kind)
     axis.set(xlabel="operations of the layers, %", ylabel="accuracy, %", ylim=(0, 102))
     axis.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=110)

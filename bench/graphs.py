@@ -177,9 +177,7 @@ def main(argv: list[str] | None = None) -> int:
                     "min_ms": min(each["min_ms"] for each in times),
                 }
             )
-    report.data["finished"] = True
-    report.data["seconds"] = round(time.monotonic() - start, 1)
-    report.save()
+    report.end(seconds=round(time.monotonic() - start, 1))
     print(f"# done in {report.data['seconds']:.0f} s: {report.path}")
     return 0
 

@@ -246,8 +246,7 @@ def main(argv: list[str] | None = None) -> int:
                 report.row(row)
     for row in steps(max(1, args.calls // 10)):
         report.row(row)
-    report.data["finished"] = True
-    report.save()
+    report.end()
     return 0
 
 

@@ -104,13 +104,12 @@ def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int, wha
     call()
     seconds = time.perf_counter() - start
     peak = status_mib("VmHWM") if fresh else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {
-        "peak_mib": peak,
-        "loaded_mib": loaded,
-        "above_mib": peak - loaded,
-        "measured_by": "VmHWM" if fresh else "ru_maxrss, loading included",
-        "first_call_s": seconds,
-    }
+    return _figures(loaded, peak, seconds, "VmHWM" if fresh else "ru_maxrss, loading included")
+
+
+def _figures(loaded: float, peak: float, seconds: float, by: str) -> dict:
+    above = {"peak_mib": peak, "loaded_mib": loaded, "above_mib": peak - loaded}
+    return above | {"measured_by": by, "first_call_s": seconds}
 
 
 def _on_a_gpu(call: Callable[[], object]) -> dict:
@@ -122,14 +121,8 @@ def _on_a_gpu(call: Callable[[], object]) -> dict:
     loaded, start = torch.cuda.memory_allocated() / 2**20, time.perf_counter()
     call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() / 2**20
-    return {
-        "peak_mib": peak,
-        "loaded_mib": loaded,
-        "above_mib": peak - loaded,
-        "measured_by": "torch.cuda.max_memory_allocated",
-        "first_call_s": time.perf_counter() - start,
-    }
+    seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**20
+    return _figures(loaded, peak, seconds, "torch.cuda.max_memory_allocated")
 
 
 def bench_memory(

@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
             run_step(step, bench, report)
         else:
             report.step(step, "skipped", 0.0, "budget")
-    report.data |= {"finished": True, "seconds": round(time.monotonic() - begin, 2)}
-    report.save()
+    report.end(seconds=round(time.monotonic() - begin, 2))
     print(f"# done in {report.data['seconds']:.1f} s; kept under bench/results/{environment['slug']}/")
     return 0
 
@@ -85,9 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="probe", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json",
-        type=Path,
-        help="file to write: replaced after every row; a *.jsonl is appended to",
+        "--json", type=Path, help="file to write: replaced after every row; a *.jsonl is appended to"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(

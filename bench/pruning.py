@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import fastbert
-from bench.lib.curves import measure, parser_of
+from bench.lib.curves import axes, band, measure, parser_of
 from fastbert.analysis.measures import Measure
 from fastbert.compression import shrink
 from fastbert.compression.movement import Movement, MovementPruning
@@ -209,24 +209,17 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A chart per unit: the median of seeds, and their range."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, unit in zip(axes, UNITS, strict=True):
+    figure, each_axis = axes(9, 3.4, 2)
+    for axis, unit in zip(each_axis, UNITS, strict=True):
         for score, color in zip(SCORES, ("#2266aa", "#cc7722", "#888888"), strict=True):
             own = [row for row in rows if (row["unit"], row["score"]) == (unit, score)]
-            each, percent = (100 * np.array([row[key] for row in own]) for key in ("accuracy", "shares"))
-            axis.plot(percent[0], np.median(each, 0), color=color, label=score, marker="o", markersize=3)
-            axis.fill_between(percent[0], each.min(0), each.max(0), color=color, alpha=0.15, linewidth=0)
+            percent = 100 * np.array(own[0]["shares"])
+            band(axis, percent, [row["accuracy"] for row in own], color, score)
         axis.set(xlabel=f"removed {unit}, %", ylim=(0, 102))
         axis.axhline(100 / VALUES, color="black", linewidth=0.6, linestyle=":")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("accuracy, %")
-    axes[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.18))
-    axes[1].annotate("guessing", (90, 100 / VALUES + 2), ha="right", fontsize=8)
+    each_axis[0].set_ylabel("accuracy, %")
+    each_axis[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.18))
+    each_axis[1].annotate("guessing", (90, 100 / VALUES + 2), ha="right", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

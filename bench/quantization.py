@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import fastbert
-from bench.lib.curves import measure, parser_of
+from bench.lib.curves import axes, band, measure, parser_of
 from fastbert.compression import qat
 
 KEYS, NUMBERS, VALUES = 56, 56, 8
@@ -118,31 +118,18 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A line per training: the median of seeds, and their range."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5.5, 3.4), layout="constrained")
+    figure, (axis,) = axes(5.5, 3.4)
     for way, color in zip(WAYS, ("#2266aa", "#888888"), strict=True):
-        each = 100 * np.array([row[way] for row in rows])
         label = "trained with rounding" if way == "rounding" else "trained without, then rounded"
-        axis.plot(rows[0]["steps"], np.median(each, 0), color=color, label=label, marker="o", markersize=3)
-        axis.fill_between(rows[0]["steps"], each.min(0), each.max(0), color=color, alpha=0.15, linewidth=0)
-    axis.axhline(100 * np.median([row["float"] for row in rows]), color="black", linewidth=0.6, linestyle=":")
-    axis.annotate(
-        "floating point", (0, 100 * np.median([row["float"] for row in rows])), va="bottom", fontsize=8
-    )
+        band(axis, rows[0]["steps"], [row[way] for row in rows], color, label)
+    whole = 100 * np.median([row["float"] for row in rows])
+    axis.axhline(whole, color="black", linewidth=0.6, linestyle=":")
+    axis.annotate("floating point", (0, whole), va="bottom", fontsize=8)
     axis.set(xlabel="further steps", ylabel="accuracy in 4 bits, %")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center right")
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    """Train, round, print and write."""
-    return measure(parser_of("quantization", __doc__).parse_args(), lambda seed: [row_of(seed)], line, draw)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser_of("quantization", __doc__).parse_args()
+    sys.exit(measure(args, lambda seed: [row_of(seed)], line, draw))

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     served.prove(device)
     for row in rows(args, device):
         report.row(row)
-    groups.ended(report)
+    report.end()
     return 0
 
 

@@ -175,12 +175,6 @@ def with_roofs(report: Report, args: argparse.Namespace) -> roofs.Roofs:
     return found
 
 
-def ended(report: Report) -> None:
-    """Record that the run came to its end."""
-    report.data["finished"] = True
-    report.save()
-
-
 def lengths(args: argparse.Namespace, every: tuple[int, ...]) -> tuple[int, ...]:
     """The lengths of a batch; of a smoke run a few short ones."""
     return tuple(max(2, n // 32) for n in every[:3]) if args.smoke else every
@@ -207,5 +201,5 @@ def record(
         print(f"# not by the first backend: {others}", flush=True)
     for row in report.data["ratios"]:
         print(ratio_line(row), flush=True)
-    ended(report)
+    report.end()
     return 0

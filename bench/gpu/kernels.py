@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     left, report = groups.timer(args), groups.begun(args)
     for row in rows(args, groups.with_roofs(report, args), left):
         report.row(row)
-    groups.ended(report)
+    report.end()
     return 0
 
 

@@ -175,12 +175,7 @@ def parallel(kind: str) -> Check:
     return row
 
 
-ROWS: dict[str, Check] = {
-    "killed": killed,
-    "fp16": fp16,
-    "ddp": parallel("ddp"),
-    "fsdp": parallel("fsdp"),
-}
+ROWS: dict[str, Check] = {"killed": killed, "fp16": fp16, "ddp": parallel("ddp"), "fsdp": parallel("fsdp")}
 
 
 def main(argv: list[str] | None = None) -> int:

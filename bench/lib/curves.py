@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.lib import machine
@@ -50,8 +51,28 @@ def measure(
     for seed in range(args.seeds):
         for row in rows_of(seed):
             report.row(row)
-    report.data["finished"] = True
-    report.save()
+    report.end()
     if args.figure is not None:
         draw(report.data["rows"], args.figure)
     return 0
+
+
+def axes(width: float, height: float, count: int = 1) -> tuple[Any, list[Any]]:
+    """(figure, its axes side by side); `width` and `height` in inches."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    options = {"sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, found = pyplot.subplots(1, count, figsize=(width, height), **options)
+    for axis in found[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, [*found[0]]
+
+
+def band(axis: Any, x: Sequence[float], shares: Sequence[Sequence[float]], color: str, label: str) -> None:
+    """Draw the median of seeds and their range, in percent."""
+    each = 100 * np.array(shares)
+    axis.plot(x, np.median(each, 0), color=color, label=label, marker="o", markersize=3)
+    axis.fill_between(x, each.min(0), each.max(0), color=color, alpha=0.15, linewidth=0)

@@ -449,8 +449,7 @@ def tasks(ops: Iterable[str], models: list[str], dtypes: list[torch.dtype], tiny
                     found.setdefault(task.name, task)
     order = list(KINDS)
     return sorted(
-        found.values(),
-        key=lambda t: (dtypes.index(t.dtype), is_later(t), t.rank, order.index(t.op)),
+        found.values(), key=lambda t: (dtypes.index(t.dtype), is_later(t), t.rank, order.index(t.op))
     )
 
 

@@ -275,10 +275,7 @@ def bench_finetuning(
             yield {**row, "status": "ok", "peak_mib": peak, **above, **by, **facts}
             continue
         timing = summarise(
-            [each["seconds"] * 1e3 for each in told],
-            1,
-            "wall",
-            [each["cpu_seconds"] * 1e3 for each in told],
+            [each["seconds"] * 1e3 for each in told], 1, "wall", [each["cpu_seconds"] * 1e3 for each in told]
         )
         flops = workloads.training_flops(lengths, model, 0)
         floor = None if roofs is None else roofs.seconds(flops, 0.0, tag)

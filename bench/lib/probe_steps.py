@@ -71,13 +71,7 @@ class Bench:
         if self.cuda:
             torch.cuda.empty_cache()
 
-    def measure(
-        self,
-        candidates: dict[str, Candidate],
-        *,
-        clock: str | None = None,
-        **options,
-    ) -> None:
+    def measure(self, candidates: dict[str, Candidate], *, clock: str | None = None, **options) -> None:
         """Build, try and time the candidates interleaved: a row each, or an error row."""
         if self.smoke:
             options |= {"seconds": 0.0, "samples": (2, 2), "warmup": 1}

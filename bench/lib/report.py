@@ -81,6 +81,11 @@ class Report:
         else:
             write_atomically(self.path, self.data)
 
+    def end(self, **facts: object) -> None:
+        """Record that the run came to its end, and these facts."""
+        self.data |= {"finished": True, **facts}
+        self.save()
+
     def row(self, row: dict) -> None:
         self.data["rows"].append(row)
         self._save("row", row)

@@ -14,10 +14,7 @@ from bench.lib.engines import ENGINES, MODELS
 SAMPLES = 4  # times --samples: the last percentiles need more of them
 LENGTHS = (16, 128, 384)  # of the one sequence, in tokens
 # device -> model -> lengths that `make bench` has time for; --everything adds the rest
-SHORT = {
-    "cpu": {"base": (128,), "minilm": (16, 128)},
-    "cuda": {"base": (128, 384), "large": (128, 384)},
-}
+SHORT = {"cpu": {"base": (128,), "minilm": (16, 128)}, "cuda": {"base": (128, 384), "large": (128, 384)}}
 CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
 
 

@@ -14,10 +14,7 @@ from bench import memory
 from bench.lib import training
 
 # device -> (model, batch) of a forward, and those of training
-FORWARDS = {
-    "cpu": (("base", "ragged16"), ("base", memory.WORKLOAD)),
-    "cuda": (("base", "full"),),
-}
+FORWARDS = {"cpu": (("base", "ragged16"), ("base", memory.WORKLOAD)), "cuda": (("base", "full"),)}
 TRAINED = {"cpu": (("base", "8x128"),), "cuda": (("base", "full"), ("large", "train"))}
 ENGINES = {"cpu": memory.ENGINES, "cuda": ("fastbert-bf16", "transformers-bf16")}
 # what `make bench` has time for on a CPU; --everything adds the rest

@@ -12,10 +12,7 @@ from bench.lib import training, workloads
 from bench.lib.engines import MODELS, compile_cache
 
 TAGS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
-BATCHES = {
-    "cpu": (("base", "8x128"), ("base", "ragged16")),
-    "cuda": (("base", "full"), ("large", "train")),
-}
+BATCHES = {"cpu": (("base", "8x128"), ("base", "ragged16")), "cuda": (("base", "full"), ("large", "train"))}
 # what `make bench` has time for, but for torch.compile; --everything adds the rest. On a CPU the loop of
 # pre-training (test_pretraining.py) has the other head
 SHORT = {"cpu": ("8x128",), "cuda": ("full", "train")}

@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
                 report.row(head | row | speed)
         except Exception as error:
             report.row(head | {"status": "error", "error": reason_of(error)})
-    groups.ended(report)
+    report.end()
     return 0
 
 

@@ -14,31 +14,29 @@ has no graph.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import breakdown  # noqa: E402
-from bench.lib import lines, served, training, workloads  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.timing import interleave  # noqa: E402
-from fastbert.graphs.training import encoders_of, serving  # noqa: E402
-from fastbert.layers import encoder, linear  # noqa: E402
-from fastbert.ops import feed_forward  # noqa: E402
-from fastbert.ops import linear as ops_linear  # noqa: E402
-from fastbert.pretraining.objectives.masked import MaskedLosses  # noqa: E402
+from bench.gpu import breakdown, groups
+from bench.lib import served, training, workloads
+from bench.lib.probe_steps import reason_of
+from bench.lib.timing import interleave
+from fastbert.graphs.training import encoders_of, serving
+from fastbert.layers import encoder, linear
+from fastbert.ops import feed_forward
+from fastbert.ops import linear as ops_linear
+from fastbert.pretraining.objectives.masked import MaskedLosses
 
 STEPS, RUNS, WARMUPS, CLIP = 10, 5, 3, 1.0
 WAYS = {"fastbert": ("cast", "free", "recorded"), "transformers": ("norm", "free")}
@@ -127,31 +125,29 @@ def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
         yield found | {"backends": served.backends(who, device, "bf16 autocast")}
 
 
-def tell(path: Path, row: dict) -> None:
-    lines.append(path, "row", {"step": "training_step", **row})
+def line(row: dict) -> str:
+    """The printed form of a row."""
     shown = (f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
-    print(row["name"], *shown, *row.get("waits", []), row.get("error", ""), flush=True)
+    return " ".join([row["name"], *shown, *row.get("waits", []), row.get("error", "")])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--budget", type=float, required=True)
-    parser.add_argument("--device", type=torch.device, default="cuda:0")
-    args, begin = parser.parse_args(), time.monotonic()
-    lines.append(args.json, "head", {"environment": describe(args.device)})
+def main(argv: list[str] | None = None) -> int:
+    """Measure both models by both."""
+    args = groups.parsed(groups.options(__doc__, samples=1), argv)
+    device, left, report = torch.device(args.device), groups.timer(args), groups.begun(args, line)
     for who, name in itertools.product(("fastbert", "transformers"), ("base", "large")):
+        head = {"step": "training_step", "name": f"{who}-{name}"}
         try:
-            if (left := args.budget - (time.monotonic() - begin)) < 20:
-                raise TimeoutError(f"{left:.0f} s of --budget are left, 20 needed")
-            for row in rows(who, name, args.device):
-                tell(args.json, row | {"name": f"{who}-{name}-{row['way']}", "status": "ok"})
+            if left() < 20:
+                raise TimeoutError(f"{left():.0f} s of --budget are left, 20 needed")
+            for row in rows(who, name, device):
+                report.row(head | row | {"name": f"{who}-{name}-{row['way']}", "status": "ok"})
         except Exception as error:
-            reason = reason_of(error.__context__ or error)
-            tell(args.json, {"name": f"{who}-{name}", "status": "error", "error": reason})
+            report.row(head | {"status": "error", "error": reason_of(error.__context__ or error)})
         gc.collect()
         torch.cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     report = groups.begun(args)
     for row in rows(torch.device(args.device), 2 if args.device == "cpu" else args.samples):
         report.row({"step": "window_backward", **row})
-    groups.ended(report)
+    report.end()
     return 0
 
 
