@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     saved = found.dense() if args.dense else found.model
     _save(saved, Path(args.model), output, tokenizer)
     print(f"{output}: {_removed(found, model)}")
-    for line in [*costs(model, found.model), *_compressed(found, model)]:
+    for line in [*costs(model, saved), *_compressed(found, model)]:
         print(f"  {line}")
     if examples is not None:
         with naming_lines(args, model):

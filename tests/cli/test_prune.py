@@ -51,6 +51,9 @@ def test_a_smaller_model(folder, tmp_path, capsys, dense):
     examples = tokenized(load_tokenizer(folder / "classes"), **read(folder / "rows.jsonl", labels="class"))
     how = {"heads": 0.34, "neurons": 0.5, "multiple": 16}
     expected = fastbert.prune(model, **how, examples=examples).model.state_dict()
+    # What is printed is of the model that was saved
+    kept = fastbert.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").num_parameters()
+    assert re.search(rf"\n  parameters +{model.num_parameters():,} -> +{kept:,} ", said)
     if dense:
         stock = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out")
         assert stock.num_parameters() == model.num_parameters()
