@@ -9,7 +9,7 @@ Source: Goyal et al. 2020, "PoWER-BERT: Accelerating BERT Inference via Progress
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastbert.models.base import PreTrainedModel
@@ -37,7 +37,8 @@ def eliminate(model: _Model, schedule: Sequence[float] | None) -> _Model:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
     config: Any = model.config
-    before, config.token_schedule = config.token_schedule, None if schedule is None else list(schedule)
+    own = list(schedule) if isinstance(schedule, Iterable) else schedule
+    before, config.token_schedule = config.token_schedule, own
     try:
         config.validate()
     except (TypeError, ValueError):

@@ -299,6 +299,7 @@ def test_saved_loaded_and_pruned(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
+        (0.5, "one per layer, got 0.5"),
         ([0.5] * 3, "4 fractions"),
         ([0.5, 0.5, 0.4, 0.0], "4 fractions"),
         ([1.1, 1, 1, 1], "4 fractions"),
