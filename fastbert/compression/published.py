@@ -63,6 +63,7 @@ PUBLISHED = (
     Published("int8", _ZAFRIR, "Q8BERT, trained with rounded weights", "SQuAD F1", 88.5, 87.7),
     Published("int8", _ZAFRIR, "Q8BERT, trained with rounded weights", "SST-2", 92.4, 92.2),
     Published("int8", _BONDARENKO, "8 bits, the sums of feed-forward blocks in 16", "GLUE", 83.06, 82.43),
+    Published("int4", _BONDARENKO, "weights in 4 bits, words in 2, 8.85 x smaller", "GLUE", 83.06, 82.29),
     Published("int8", _BONDARENKO, "8 bits, trained with rounded weights", "GLUE", 83.06, 83.26),
 )
 
