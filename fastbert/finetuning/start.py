@@ -12,6 +12,7 @@ from torch import nn
 
 from fastbert.finetuning.settings import ROUNDINGS, Settings
 from fastbert.layers.fake_quantized import prepare
+from fastbert.layers.quantized import is_quantized
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.training.optimizers import decay_groups
@@ -24,6 +25,12 @@ def classes_of(config: EncoderConfig, names: Sequence[str]) -> list[str]:
     """
     own = [config.id2label[i] for i in range(len(config.id2label))]
     return own if sorted(own) == sorted(names) else list(names)
+
+
+def check_floats(model: nn.Module, path: str | Path) -> None:
+    """Raise ValueError if the model of a path is quantised."""
+    if is_quantized(model):
+        raise ValueError(f"model: {path} is quantised, so it cannot be trained; expected floating point")
 
 
 def first_model(
@@ -42,7 +49,7 @@ def first_model(
         labels: outputs of the head; 0 if the head has a fixed number.
 
     Raises:
-        ValueError: the model is too small for `reinit`, or shares its layers.
+        ValueError: the model is quantised, is too small for `reinit`, or shares its layers.
     """
     config = EncoderConfig.from_pretrained(path)
     same = bool(classes) and sorted(config.id2label.values()) == sorted(classes)
@@ -58,6 +65,7 @@ def first_model(
         # The new head is what is wanted
         warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over|.*mismatch")
         model = kind.from_pretrained(path, output_loading_info=False, **given)
+    check_floats(model, path)
     if settings.random_init:
         return type(model)(model.config)
     if labels and not same:

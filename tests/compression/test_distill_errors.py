@@ -20,6 +20,7 @@ def places(tmp_path_factory):
     lines = (" ".join(random.Random(i).choices(WORDS[5:], k=8)) for i in range(20))
     (folder / "text.txt").write_text("\n".join(lines))
     (folder / "empty.jsonl").write_text("\n")
+    STUDENTS["quantised"]().save_pretrained(folder / "int8")
     (folder / "purple.jsonl").write_text(json.dumps({"text": "the cat", "label": "purple"}))
     (folder / "half.jsonl").write_text('{"text": "a", "pair": "b"}\n{"text": "a"}\n')
     (folder / "data" / "table.parquet").write_text("")
@@ -53,6 +54,12 @@ REFUSED = {
     ),
     "a student": ({"student": 3}, "student: expected a directory, a config, a model, .*, got int"),
     "a layer": ({"student": [0, 2]}, r"layers: expected ascending numbers of 2 layers, got \[0, 2\]"),
+    "8 bits": ({"student": "int8"}, "model: .*int8 is quantised, so it cannot be trained"),
+    "an encoder of 8 bits": (
+        {"recipe": "minilm", "teacher": "base", "student": "int8", "data": "text.txt"},
+        "model: student is quantised, so it cannot be trained",
+    ),
+    "a model of 8 bits": ({"student": "quantised"}, "model: student is quantised, so it cannot be trained"),
     "an encoder": (
         {"student": "model"},
         "student: expected a model ForSequenceClassification, got BertModel",
@@ -125,6 +132,7 @@ STUDENTS = {
     "small": lambda: fastbert.EncoderConfig(**SMALL),
     "deep": lambda: fastbert.EncoderConfig(**{**SIZES, "num_hidden_layers": 3}),
     "roberta": lambda: fastbert.EncoderConfig("roberta", **{**SIZES, "max_position_embeddings": 66}),
+    "quantised": lambda: fastbert.BertForSequenceClassification(fastbert.EncoderConfig(**SIZES)).quantize(),
     "model": lambda: fastbert.BertModel(fastbert.EncoderConfig(**SIZES)),
 }
 
@@ -135,6 +143,7 @@ def test_a_mistake_is_one_line(places, tmp_path, name):
     options = {"epochs": 0.1, "batch_size": 8, "recipe": "kd", "progress": False, **changes}
     teacher, data = (places / options.pop(key, key) for key in ("teacher", "data"))
     student = options.pop("student", [0])
+    student = places / student if student == "int8" else student
     student = STUDENTS[student]() if student in [*STUDENTS] else student
     output = places / options.pop("output") if "output" in options else tmp_path / "out"
     with pytest.raises((TypeError, ValueError), match=message):

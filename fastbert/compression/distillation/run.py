@@ -46,6 +46,7 @@ from fastbert.finetuning.fit import micro_batches
 from fastbert.finetuning.run import TOKENIZER_FILES
 from fastbert.finetuning.sequences import SequenceTask
 from fastbert.finetuning.settings import Settings
+from fastbert.finetuning.start import check_floats
 from fastbert.finetuning.task import Task
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
@@ -170,6 +171,7 @@ def distill(
             place = of_teacher.settings.transformer
         begun = student_of(student, made, learned, of_teacher, student_family)
         first, same = begun.make(), same_words(begun, place)
+        check_floats(first, "student")
         names = [phase.weights for phase in phases]
         pairs = check_pair(made, names, first, of_teacher, same, layer_map, heads)
         vectors = isinstance(first, SentenceVectors)

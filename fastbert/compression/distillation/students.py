@@ -199,8 +199,8 @@ def _loaded(kind: Any, place: Path, teacher: Any) -> Any:
         model = first_model(kind, place, Settings(1.0, 1, 1, 3), names, len(names))
         return _with_classes(model, teacher)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
-        return kind.from_pretrained(place, dtype=torch.float32).train()
+        warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over|.*has no pooler")
+        return kind.from_pretrained(place, dtype=torch.float32)
 
 
 def _new(kind: Any, values: Mapping[str, Any], teacher: Any) -> Any:
