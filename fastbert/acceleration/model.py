@@ -18,7 +18,7 @@ from fastbert.acceleration.spans import head_of_call
 from fastbert.acceleration.streams import AcceleratedStream
 from fastbert.acceleration.watching import exporting, is_sharded, uncompiled
 from fastbert.execution.plan import Plan, plan_of
-from fastbert.layers.embeddings import embed, launched
+from fastbert.layers.embed import embed, launched
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import is_hooked, part

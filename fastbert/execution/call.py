@@ -108,10 +108,6 @@ class Call:
         asked = gate, site, only, self.wants_attentions, self.taps, self.arrivals, kept
         return Asked(*asked, half=self.half)
 
-    def batch_of(self, form: LayerForm | None) -> PackedBatch:
-        """The batch as a layer of this form sees it, with the bias of the layer's own heads."""
-        return self.batch if form is None else form.own_batch(self.batch)
-
     def eliminate(self, schedule: Sequence[float], lengths: Sequence[int], device: torch.device) -> None:
         """Let layers keep fewer tokens; arguments as of `fastbert.layers.elimination.kept_of`."""
         kept = kept_of(schedule, lengths, device)

@@ -191,8 +191,9 @@ def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
             def layer(x, batch, out, launch=launch, fused=fused, relative=relative, gate=gate):
                 return _launched(launch, x, fused, batch, relative, gate, out)
 
-            blocks = blocks_of(step, x, call, fused=True)
-            x = call.keep(by_blocks(blocks, x, call.batch_of(step.form), layer))
+            blocks, batch = blocks_of(step, x, call, fused=True), call.batch
+            batch = batch if step.form is None else step.form.own_batch(batch)
+            x = call.keep(by_blocks(blocks, x, batch, layer))
     finally:
         close_team()
     return x

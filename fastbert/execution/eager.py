@@ -36,8 +36,10 @@ def kept(group: list[tuple[Step, tuple[Any, ...]]]) -> list[tuple[Step, tuple[An
 def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     rounded, call.half = None, rounds_products(x)
-    for (step, _), following in zip(group, (*(step for step, _ in group[1:]), None), strict=True):
-        form, parts, asked, batch = step.form, step.parts, call.asked(step), call.batch_of(step.form)
+    steps = [step for step, _ in group]
+    for step, following in zip(steps, (*steps[1:], None), strict=True):
+        form, parts, asked = step.form, step.parts, call.asked(step)
+        batch = call.batch if form is None else form.own_batch(call.batch)
         given, rounded = rounded, None
         if step.called or form is None or parts is None:
             x = finished(call, asked, x, *recomputed(step, call, step.layer, x, batch, asked))
@@ -51,9 +53,8 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
                 by_blocks(blocks, x, batch, lambda rows, some, _, layer=layer: layer(rows, some)[0])
             )
         else:
-            rounds = (
-                [] if call.half and following is not None and _reads_rounded(following, x, call) else None
-            )
+            reads = call.half and following is not None and _reads_rounded(following, x, call)
+            rounds = [] if reads else None
             more = asked._replace(rounded=given, rounds=rounds)
             found = recomputed(step, call, encoder.layer, form, parts, x, batch, more)
             x = finished(call, asked, x, *found)
@@ -67,18 +68,10 @@ def rounds_products(x: Tensor) -> bool:
     return half and not torch.compiler.is_compiling()
 
 
-def _reads_rounded(step: Step | None, x: Tensor, call: Call) -> bool:
+def _reads_rounded(step: Step, x: Tensor, call: Call) -> bool:
     """Whether a layer, under such autocast, multiplies the output of the layer before once and as it is."""
-    form, parts = (None, None) if step is None else (step.form, step.parts)
-    if (
-        step is None
-        or form is None
-        or parts is None
-        or step.called
-        or parts.int8
-        or form.pre_norm
-        or form.bottleneck
-    ):
+    form, parts = step.form, step.parts
+    if form is None or parts is None or step.called or parts.int8 or form.pre_norm or form.bottleneck:
         return False
     only = call.first_only and step.number == call.last
     if only or call.recompute_every or call.kept or call.after_first is not None:

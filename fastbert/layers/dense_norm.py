@@ -51,7 +51,7 @@ def dense_norm(
         product = apply_linear(dense, x, kind=kind), None
     else:
         product = product_and_bias(dense, x, kind)
-    return _add_norm(op, norm, *product, residual, dropout_p, seed, offset, rounds)
+    return add_norm(op, norm, *product, residual, dropout_p, seed, offset, rounds)
 
 
 def feed_forward_norm(
@@ -80,7 +80,7 @@ def feed_forward_norm(
     y = None if both is None else both.feed(rounded, up, down, activation, None)
     if y is not None:
         op = norm_op(norm, kind is not None) if fuse else None
-        return _add_norm(op, norm, y, down.bias, x, dropout_p, seed, offset, rounds)
+        return add_norm(op, norm, y, down.bias, x, dropout_p, seed, offset, rounds)
     inner = apply_linear(up, rounded, activation, kind=kind)
     if tap is not None:
         inner = tap(inner)
@@ -103,7 +103,7 @@ def dropped(x: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Te
     return x * (keep.to(x.dtype) * (1.0 / (1.0 - dropout_p)))
 
 
-def _add_norm(
+def add_norm(
     op: Callable[..., Any] | None,
     norm: nn.Module,
     x: Tensor,
@@ -113,14 +113,16 @@ def _add_norm(
     seed: Tensor | None,
     offset: int,
     rounds: list[Tensor] | None = None,
-) -> Tensor:
-    """norm(residual + dropout(x + x_bias)), by the norm's `op` if there is one.
+    returns_sum: bool = False,
+) -> Any:
+    """norm(z) with z = residual + dropout(x + x_bias), by the norm's `op` if there is one.
 
-    `rounds` gets the same for products, see `layer_norm`.
+    `rounds` gets the same for products, see `layer_norm`. With `returns_sum` it returns (norm(z), z).
     """
     if op is not None:
         how: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "offset": offset}
-        found = op(x, residual=residual, x_bias=x_bias, rounded=rounds is not None, **how)
+        how |= {"return_sum": True} if returns_sum else {"rounded": rounds is not None}
+        found = op(x, residual=residual, x_bias=x_bias, **how)
         if rounds is None:
             return found
         rounds.append(found[1])
@@ -129,7 +131,8 @@ def _add_norm(
         x = x + x_bias
     if dropout_p > 0:
         x = dropped(x, dropout_p, seed, offset)
-    y = norm(x + residual)
+    z = x + residual
+    y = norm(z)
     if rounds is not None:
         rounds.append(y)
-    return y
+    return (y, z) if returns_sum else y

@@ -1,39 +1,21 @@
-"""What runs before the layers: the embeddings, and MPNet's relative attention bias."""
+"""The modules that are embeddings; `embed.py` has their mathematics."""
 
 from __future__ import annotations
 
-import math
-from itertools import chain
-from typing import Any, ClassVar, TypeGuard, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.layers.bottleneck import norm_of
+from fastbert.layers.embed import dropped_rows, embed
 from fastbert.layers.factored import FactoredTable
 from fastbert.layers.linear import apply_linear
-from fastbert.layers.modules import calls_all, changed, is_plain, plain_dropout, watched
+from fastbert.layers.modules import changed, plain_dropout, watched
 from fastbert.layers.packing import Packing, follows, with_neighbours
-from fastbert.layers.parts import HOOKS
 from fastbert.layers.quantized_table import QuantizedEmbedding
 from fastbert.ops import checks
-from fastbert.ops.attention_relative import RelativeScores
-from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.embedding import EmbeddingInputs, embedding
-from fastbert.ops.layer_norm import NARROW, layer_norm
-from fastbert.runtime import dispatch
-
-
-def _untrained_row(module: nn.Embedding) -> Tensor:
-    """The table, whose padding row gets no gradient, as in nn.Embedding.
-
-    It serves the tables whose padding row is no argument of the op.
-    """
-    weight, row = module.weight, module.padding_idx
-    if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return weight
-    rows = torch.arange(weight.shape[0], device=weight.device).unsqueeze(1)
-    return torch.where(rows == row, weight.detach(), weight)
+from fastbert.ops.layer_norm import layer_norm
 
 
 def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
@@ -50,129 +32,6 @@ def _words(config: Any, width: int) -> nn.Embedding:
     if rank is None:
         return table(size, width, config.pad_token_id)
     return FactoredTable(size, width, rank, config.pad_token_id)
-
-
-def _is_plain_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether the module only looks up rows, in forward and backward."""
-    return is_plain(module, nn.Embedding) and not (
-        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    )
-
-
-def embed(
-    root: Any,
-    input_ids: Tensor | None,
-    position_ids: Tensor | None,
-    token_type_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
-    """Packed ids (total,) or inputs_embeds (total, width) -> (total, width): word + position + segment
-    embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
-
-    Args:
-        root: the module that holds the tables and the norm under HuggingFace's names.
-        seed, dropout_p: the dropout's seed and probability; its call site is 0.
-    """
-    modules = root._modules
-    modern = "tok_embeddings" in modules
-    word = modules["tok_embeddings" if modern else "word_embeddings"]
-    norm = modules["norm" if modern else "LayerNorm"]
-    position, segment = modules.get("position_embeddings"), modules.get("token_type_embeddings")
-    projection = modules.get("embed_proj")
-    factored, integers = isinstance(word, FactoredTable), is_plain(word, QuantizedEmbedding)
-    if factored and inputs_embeds is None:
-        input_ids, inputs_embeds = None, word(input_ids)
-    tables = [m for m in (None if factored or integers else word, position, segment) if m is not None]
-    plain = projection is None and all(map(_is_plain_table, tables))
-    if plain and is_plain(norm, nn.LayerNorm) and norm.weight is not None:
-        return embedding(
-            input_ids,
-            word.weight,
-            norm.weight,
-            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
-            position_ids=None if position is None else position_ids,
-            position=None if position is None else _untrained_row(position),
-            token_type_ids=None if segment is None else token_type_ids,
-            segment=None if segment is None else segment.weight,
-            inputs_embeds=inputs_embeds,
-            padding_idx=word.padding_idx,
-            eps=norm.eps,
-            dropout_p=dropout_p,
-            seed=seed,
-            offset=0,
-            word_scale=word.scale if integers else None,
-        )
-    x = word(input_ids) if inputs_embeds is None else inputs_embeds
-    if segment is not None:
-        x = x + segment(token_type_ids)
-    if position is not None:
-        x = x + position(position_ids)
-    if projection is not None:
-        x = projection(x)
-    return _dropped(norm(x), dropout_p, seed)
-
-
-def _dropped(x: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
-    if dropout_p == 0:
-        return x
-    assert seed is not None
-    return x * (keep_mask_2d(seed, 0, x.shape[0], x.shape[1], dropout_p).to(x.dtype) / (1.0 - dropout_p))
-
-
-# The modules of embeddings without segments, and with them.
-_NAMES = [
-    ("word_embeddings", "position_embeddings", *segments, "LayerNorm", "dropout")
-    for segments in ((), ("token_type_embeddings",))
-]
-_KINDS = [[*[nn.Embedding] * (len(names) - 2), nn.LayerNorm, nn.Dropout] for names in _NAMES]
-
-
-def launched(
-    root: nn.Module,
-    input_ids: Tensor | None,
-    position_ids: Tensor,
-    token_type_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-) -> Tensor | None:
-    """What `embed` returns for packed ids in inference without dropout, straight from the launcher.
-
-    None if anything is unusual; then the caller calls `embed`. `root` may be of any class, whose forward the
-    caller checks. The ids must be in range, as in checked inputs.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return None
-    if input_ids is None or inputs_embeds is not None:
-        return None
-    names, kinds = (each[token_type_ids is not None] for each in (_NAMES, _KINDS))
-    modules = [*map(root._modules.get, names)]
-    if [*map(type, modules)] != kinds or len(root._modules) != len(modules):
-        return None
-    held = [*map(vars, modules)]
-    if (
-        any(chain.from_iterable(map(HOOKS, (vars(root), *held))))
-        or any("forward" in own for own in (vars(root), *held))
-        or any(own["max_norm"] is not None for own in held[:-2])
-        or calls_all()
-    ):
-        return None
-    *tables, norm = (own["_parameters"].get("weight") for own in held[:-1])
-    bias, width, eps = held[-2]["_parameters"]["bias"], held[-2]["normalized_shape"], held[-2]["eps"]
-    ids = [input_ids, position_ids, token_type_ids][: len(tables)]
-    sizes = [(own["num_embeddings"], *width) for own in held[:-2]]
-    if width <= (NARROW,) or not checks.are_plain(
-        [*tables, norm, bias, *ids],
-        [getattr(norm, "dtype", torch.int64)] * (len(tables) + 2) + [torch.int64] * len(ids),
-        [*sizes, width, width, *[input_ids.shape] * len(ids)],
-    ):
-        return None
-    if len(tables) < 3:
-        tables.append(None)
-    word, position, segment = tables
-    ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
-    inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, checks.eps(eps), 0.0, None, 0)
-    return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
 
 
 class Embeddings(nn.Module):
@@ -307,7 +166,7 @@ class DroppedEmbeddings(Embeddings):
         if rate == 0.0:
             return embed(self, *ids, None, 0.0)
         norm = self.LayerNorm
-        x = _dropped(self._sum(*ids), rate, seed)
+        x = dropped_rows(self._sum(*ids), rate, seed)
         return cast(Tensor, layer_norm(x, norm.weight, norm.bias, eps=norm.eps))
 
 
@@ -404,7 +263,7 @@ class TrigramEmbeddings(Embeddings):
             token_type_ids = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
         x = x + self.position_embeddings(position_ids) + self.token_type_embeddings(token_type_ids)
         x = self.LayerNorm(x)
-        return self.dropout(x) if packing is None else _dropped(x, self.dropout_rate(), seed)
+        return self.dropout(x) if packing is None else dropped_rows(x, self.dropout_rate(), seed)
 
 
 class WordEmbeddings(nn.Embedding):
@@ -433,24 +292,3 @@ class WordEmbeddings(nn.Embedding):
 
 # The classes of embeddings that say themselves whether the modules must be called
 OWN = Embeddings, WordEmbeddings, QuantizedEmbedding
-
-
-def relative_bias(
-    table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
-) -> RelativeScores:
-    """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
-
-    Args:
-        table: embedding of 32 buckets, (32, nheads).
-        seqlen: S.
-        positions: (batch, S) positions of the packed tokens if they are not consecutive, else None.
-    """
-    # Larger distances share the last buckets
-    reach = 128 if positions is not None else max(seqlen - 1, 0)
-    distance = torch.arange(-reach, reach + 1, device=device)  # key - query
-    # half of the 32 buckets per direction: 8 exact, 8 logarithmic up to a distance of 128
-    size = distance.abs()
-    far = 8 + (torch.log(size.clamp_min(1).float() / 8) / math.log(128 / 8) * 8).long()
-    bucket = torch.where(size < 8, size, far.clamp_max(15)) + 16 * (distance > 0)
-    rows = table(torch.arange(32, device=device))
-    return RelativeScores(bucket.to(torch.int32), bias=rows.t(), positions=positions)

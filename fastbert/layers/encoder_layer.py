@@ -314,8 +314,8 @@ class EncoderLayer(PackedLayer):
             return reason or self.parts()
         if made.parts is None:
             made.parts = self.parts()._replace(owner=None)
-        drops = any(m.training for m in made.droppers)
-        return made.parts._replace(owner=self, rates=self.dropout_rates() if drops else (0.0, 0.0, 0.0))
+        rates = self.dropout_rates() if made.drops() else (0.0, 0.0, 0.0)
+        return made.parts._replace(owner=self, rates=rates)
 
     def is_called(self) -> bool:
         """See `PackedLayer`. A subclass with another forward is called too."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from fastbert.layers.positions import rotate, rotated, window_bias
 from fastbert.ops.activation import activate_eager
 
 HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODULES = itemgetter("_modules")
+_MODULES, _WEIGHT = itemgetter("_modules"), itemgetter("weight")
+_P, _TRAINING, _HEADS = attrgetter("p"), attrgetter("training"), methodcaller("heads")
 
 
 class AsMade:
@@ -45,9 +46,9 @@ class AsMade:
         # Kept for `EncoderLayer.look`
         self.parts: Parts | None = None
         # Their modes decide whether something drops: see `PackedLayer.dropout_rates`
-        attentions = [m for m in self.modules if isinstance(m, SelfAttention)]
-        self.droppers = [*self.dropouts, *attentions]
-        self.heads = [(m, m.heads()) for m in attentions]
+        self.attentions = [m for m in self.modules if isinstance(m, SelfAttention)]
+        self.droppers = [*self.dropouts, *self.attentions]
+        self.heads = list(map(_HEADS, self.attentions))
         self.norms = [m._parameters for m in self.modules if type(m) in (nn.LayerNorm, nn.RMSNorm)]
 
     def holds(self, root: nn.Module) -> bool:
@@ -61,10 +62,14 @@ class AsMade:
             and list(map(type, self.modules)) == self.classes
             and list(map(len, self.attributes)) == self.sizes
             and len(own) == self.size
-            and all(m.p < 1.0 for m in self.dropouts)
-            and all(m.heads() == heads for m, heads in self.heads)
-            and all(parameters["weight"] is not None for parameters in self.norms)
+            and max(map(_P, self.dropouts), default=0.0) < 1.0
+            and list(map(_HEADS, self.attentions)) == self.heads
+            and type(None) not in map(type, map(_WEIGHT, self.norms))
         )
+
+    def drops(self) -> bool:
+        """Whether the mode of a module says that something drops."""
+        return any(map(_TRAINING, self.droppers))
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Where tokens are in their sequence: tables of rotary positions, and windows of sequences with holes.
+"""Where tokens are in their sequence: rotary positions, windows of sequences with holes, MPNet's distances.
 
 The angle of pair c of a head's columns at position p is p · theta^(-2c / head_dim). Its cosine and sine are
 computed in float32, as transformers computes them, also for float64 models. Linear scaling divides the angle.
@@ -11,14 +11,16 @@ Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Emb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert.layers.batch import PackedBatch, Rotary, Tables
 from fastbert.layers.form import LayerForm
 from fastbert.ops import checks
+from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.rotary import rotary
 
 # Rows of the shortest table that is kept
@@ -110,3 +112,24 @@ def window_bias(batch: PackedBatch, window: tuple[int, int]) -> Tensor:
     outside = ((distance < -window[0]) | (distance > window[1]))[:, None]
     inside = torch.zeros((), device=columns.device) if batch.bias is None else batch.bias
     return torch.where(outside, float("-inf"), inside)
+
+
+def relative_bias(
+    table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
+) -> RelativeScores:
+    """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
+
+    Args:
+        table: embedding of 32 buckets, (32, nheads).
+        seqlen: S.
+        positions: (batch, S) positions of the packed tokens if they are not consecutive, else None.
+    """
+    # Larger distances share the last buckets
+    reach = 128 if positions is not None else max(seqlen - 1, 0)
+    distance = torch.arange(-reach, reach + 1, device=device)  # key - query
+    # half of the 32 buckets per direction: 8 exact, 8 logarithmic up to a distance of 128
+    size = distance.abs()
+    far = 8 + (torch.log(size.clamp_min(1).float() / 8) / math.log(128 / 8) * 8).long()
+    bucket = torch.where(size < 8, size, far.clamp_max(15)) + 16 * (distance > 0)
+    rows = table(torch.arange(32, device=device))
+    return RelativeScores(bucket.to(torch.int32), bias=rows.t(), positions=positions)

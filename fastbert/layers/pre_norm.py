@@ -14,16 +14,13 @@ Variants Improve Transformer"; Warner et al. 2024, "Smarter, Better, Faster, Lon
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.dense_norm import dropped, gated_inner
+from fastbert.layers.dense_norm import add_norm, dropped, gated_inner
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import (
-    LinearKind,
     apply_linear,
     apply_norm,
     common_kind,
@@ -41,8 +38,10 @@ def after_attention(
     Args:
         context: (rows, nheads, headdim) or (rows, nheads · headdim).
     """
-    how = parts.rates[1], batch.seed, asked.site + 1, parts.fuses_norm, parts.kind
-    y, z = dense_sum_norm(parts.attention_output, parts.output_norm, context.flatten(1), x, *how)
+    kind, how = parts.kind, (parts.rates[1], batch.seed, asked.site + 1)
+    op = norm_op(parts.output_norm, kind is not None) if parts.fuses_norm else None
+    product = product_and_bias(parts.attention_output, context.flatten(1), kind)
+    y, z = add_norm(op, parts.output_norm, *product, x, *how, returns_sum=True)
     return _feed_forward_sum(form, parts, y, z, batch, asked)
 
 
@@ -70,27 +69,3 @@ def _feed_forward_sum(
     kind = parts.kind or kind_of(down)
     found = None if kind is None else kind.add(inner, down, z)
     return z + apply_linear(down, inner, kind=kind) if found is None else found
-
-
-def dense_sum_norm(
-    dense: nn.Module,
-    norm: nn.Module,
-    x: Tensor,
-    residual: Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    fuse: bool = True,
-    kind: LinearKind | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(norm(z), z) with z = residual + dropout(dense(x)); one pass after the product, as in `dense_norm`."""
-    x, x_bias = product_and_bias(dense, x, kind)
-    if fuse and (op := norm_op(norm, kind is not None)) is not None:
-        how: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "offset": offset, "return_sum": True}
-        return op(x, residual=residual, x_bias=x_bias, **how)
-    if x_bias is not None:
-        x = x + x_bias
-    if dropout_p > 0:
-        x = dropped(x, dropout_p, seed, offset)
-    z = residual + x
-    return norm(z), z

@@ -12,11 +12,10 @@ from fastbert.execution.call import Padded, Step
 from fastbert.layers import alibi, global_tokens
 from fastbert.layers.batch import Distances, Globals, PackedBatch
 from fastbert.layers.block_sparse import lengths_of
-from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.linear import apply_norm
 from fastbert.layers.modules import calls_all, changed, part
 from fastbert.layers.packing import Packing
-from fastbert.layers.positions import rotary_tables
+from fastbert.layers.positions import relative_bias, rotary_tables
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.ops.attention_places import attention_places

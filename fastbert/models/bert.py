@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.layers.disentangled import Convolution
-from fastbert.layers.embeddings import OWN, Embeddings, launched, table
+from fastbert.layers.embed import launched
+from fastbert.layers.embeddings import OWN, Embeddings, table
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.parts import Activation
