@@ -112,12 +112,7 @@ class AlbertForPreTraining(BertForPreTraining):
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         output: Any = super().forward(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            labels,
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, labels),
             sentence_order_label,
             head_mask=head_mask,
             output_attentions=output_attentions,

@@ -68,8 +68,6 @@ class AutoModel(AutoTaskModel, BertModel):
 class AutoModelForMaskedLM(AutoTaskModel, BertForMaskedLM):
     """Chooses the masked-LM class by `model_type`."""
 
-    task = "ForMaskedLM"
-
 
 class AutoModelForPreTraining(AutoTaskModel):
     """Chooses the pre-training class by `model_type`; the masked-LM class where the family has no other."""
@@ -86,28 +84,18 @@ class AutoModelForPreTraining(AutoTaskModel):
 class AutoModelForNextSentencePrediction(AutoTaskModel, BertForNextSentencePrediction):
     """Chooses the next-sentence class by `model_type`."""
 
-    task = "ForNextSentencePrediction"
-
 
 class AutoModelForSequenceClassification(AutoTaskModel, BertForSequenceClassification):
     """Chooses the sequence-classification class by `model_type`."""
-
-    task = "ForSequenceClassification"
 
 
 class AutoModelForMultipleChoice(AutoTaskModel, BertForMultipleChoice):
     """Chooses the multiple-choice class by `model_type`."""
 
-    task = "ForMultipleChoice"
-
 
 class AutoModelForTokenClassification(AutoTaskModel, BertForTokenClassification):
     """Chooses the token-classification class by `model_type`."""
 
-    task = "ForTokenClassification"
-
 
 class AutoModelForQuestionAnswering(AutoTaskModel, BertForQuestionAnswering):
     """Chooses the question-answering class by `model_type`."""
-
-    task = "ForQuestionAnswering"

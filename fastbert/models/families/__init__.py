@@ -6,7 +6,7 @@ table. So every parameter has HuggingFace's name and shape in every family.
 
 To add a family with BERT's mathematics, add an entry to a file of this folder, write its classes in a file of
 `fastbert/models/` that is named after its model_type (copy `roberta.py`), and list them in
-`fastbert/__init__.py`.
+`fastbert/__init__.pyi`.
 
 Families that need other mathematics are refused, with the reason in `REFUSED`.
 """
@@ -36,20 +36,8 @@ from fastbert.models.families import (
 from fastbert.models.families.family import FAMILIES, REFUSED, Family
 
 for _module in (
-    bert,
-    distilbert,
-    electra,
-    albert,
-    mpnet,
-    modernbert,
-    rotary,
-    deberta_v2,
-    neobert,
-    mobilebert,
-    big_bird,
-    longformer,
-    xlnet,
-    jina_bert,
+    *(bert, distilbert, electra, albert, mpnet, modernbert, rotary, deberta_v2, neobert, mobilebert),
+    *(big_bird, longformer, xlnet, jina_bert),
 ):
     FAMILIES.update((family.model_type, family) for family in _module.FAMILIES)
 

@@ -12,14 +12,8 @@ FAMILIES = (
         "albert",
         "Albert",
         layer=LayerNames(
-            *(
-                "attention.query",
-                "attention.key",
-                "attention.value",
-                "attention.dense",
-                "attention.LayerNorm",
-            ),
-            *("ffn", "ffn_output", "full_layer_layer_norm"),
+            *("attention.query", "attention.key", "attention.value", "attention.dense"),
+            *("attention.LayerNorm", "ffn", "ffn_output", "full_layer_layer_norm"),
         ),
         layers="encoder.albert_layer_groups",
         group_layers="albert_layers",
