@@ -81,15 +81,13 @@ from .models.gte import GteForMaskedLM as GteForMaskedLM
 from .models.gte import GteForSequenceClassification as GteForSequenceClassification
 from .models.gte import GteForTokenClassification as GteForTokenClassification
 from .models.gte import GteModel as GteModel
-from .models.heads.masked_lm import BertForMaskedLM as BertForMaskedLM
-from .models.heads.multiple_choice import BertForMultipleChoice as BertForMultipleChoice
-from .models.heads.next_sentence import BertForNextSentencePrediction as BertForNextSentencePrediction
-from .models.heads.pretraining import BertForPreTraining as BertForPreTraining
-from .models.heads.question_answering import BertForQuestionAnswering as BertForQuestionAnswering
-from .models.heads.sequence_classification import (
-    BertForSequenceClassification as BertForSequenceClassification,
-)
-from .models.heads.token_classification import BertForTokenClassification as BertForTokenClassification
+from .models.heads import BertForMaskedLM as BertForMaskedLM
+from .models.heads import BertForMultipleChoice as BertForMultipleChoice
+from .models.heads import BertForNextSentencePrediction as BertForNextSentencePrediction
+from .models.heads import BertForPreTraining as BertForPreTraining
+from .models.heads import BertForQuestionAnswering as BertForQuestionAnswering
+from .models.heads import BertForSequenceClassification as BertForSequenceClassification
+from .models.heads import BertForTokenClassification as BertForTokenClassification
 from .models.jina_bert import JinaBertForMaskedLM as JinaBertForMaskedLM
 from .models.jina_bert import JinaBertForMultipleChoice as JinaBertForMultipleChoice
 from .models.jina_bert import JinaBertForQuestionAnswering as JinaBertForQuestionAnswering

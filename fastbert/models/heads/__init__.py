@@ -12,3 +12,21 @@ classifier's batch in which position 0 of a sequence is masked (left padding). L
 none counts, the loss is 0, with zero gradients. For a head that reads only position 0, the last layer
 computes only that token, also in training (`BertModel.forward`, first_token_only).
 """
+
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.multiple_choice import BertForMultipleChoice
+from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
+from fastbert.models.heads.pretraining import BertForPreTraining
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.models.heads.token_classification import BertForTokenClassification
+
+__all__ = [
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+]
