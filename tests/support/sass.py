@@ -33,7 +33,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z]
 _JUMPS = {"BRA", "JMP", "CALL", "BSSY"}
 _MAY_JUMP = _JUMPS | {"WARPSYNC"}
 _ENDS = {"EXIT", "KILL", "RET"}
-_UNKNOWN = {"BRX", "BRXU", "JMX", "JMXU", "RTT"}
+_ANYWHERE = {"BRX", "BRXU", "JMX", "JMXU", "RTT"}
 
 # product (its index) -> groups closed since it was issued, at most MOST: the fewest of all paths
 State = dict[int, int]
@@ -81,8 +81,8 @@ def parsed(text: str) -> list[tuple[str, list[Instruction]]]:
 def successors(code: Sequence[Instruction]) -> list[tuple[int, ...]]:
     """Of each instruction, which may run next, as places in `code`.
 
-    A call is also followed by its next instruction, and a return by that of every call. These are more paths
-    than there are, never fewer.
+    A call is also followed by its next instruction, a return by that of every call, and a jump to the address
+    in a register by every instruction. These are more paths than there are, never fewer.
 
     Raises:
         ValueError: a jump to a place that the listing does not show.
@@ -92,7 +92,7 @@ def successors(code: Sequence[Instruction]) -> list[tuple[int, ...]]:
     meeting: dict[str, list[int]] = defaultdict(list)  # barrier -> where its threads meet again
     for k, i in enumerate(code):
         jump = next((o for o in i.operands if re.fullmatch(r"0x[0-9a-f]+", o)), None)
-        if i.base in _UNKNOWN or (i.base in _JUMPS and jump is None):
+        if i.base in _JUMPS and jump is None:
             raise ValueError(f"line {i.line}: {i}: where it goes cannot be seen")
         if i.base in _MAY_JUMP and jump is not None:
             if int(jump, 16) not in places:
@@ -103,6 +103,9 @@ def successors(code: Sequence[Instruction]) -> list[tuple[int, ...]]:
     returns = [k + 1 for k, i in enumerate(code) if i.base == "CALL"]
     found = []
     for k, i in enumerate(code):
+        if i.base in _ANYWHERE:
+            found.append(tuple(range(len(code))))
+            continue
         after = [targets[k]] if k in targets else []
         if i.base == "BSYNC":
             # right behind the region that it closes, where a BSSY says so

@@ -95,7 +95,15 @@ def test_paths():
     assert found(*called[:-1], WAIT, called[-1]) == []
 
 
-@pytest.mark.parametrize("jump", ["BRX R4 -0x50", "JMX R4", "BRA `(.L_x_1)", "BRA 0x7770"])
+@pytest.mark.parametrize("jump", ["BRX R4 -0x50", "JMX R4"])
+def test_a_jump_to_the_address_in_a_register_may_lead_anywhere(jump):
+    write = "MOV R88, R2"
+    assert found(write, A, jump, WAIT) == [(0, "writes A", ("R88",))]
+    assert found(A, jump, WAIT, "EXIT", write) == [(4, "writes A", ("R88",))]
+    assert found(write, A, WAIT, jump) == []
+
+
+@pytest.mark.parametrize("jump", ["BRA `(.L_x_1)", "BRA 0x7770"])
 def test_a_jump_that_cannot_be_followed_is_an_error(jump):
     with pytest.raises(ValueError, match=r"line 3: .*(cannot be seen|no instruction at 0x7770)"):
         found(A, jump, WAIT)
