@@ -91,6 +91,13 @@ __device__ __forceinline__ void load_tile(void* shared, const CUtensorMap& map, 
         : "r"(shared_address(shared)), "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row)
         : "memory");
 }
+// The tile at (row, column) into the L2 cache.
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap& map, int row, int column) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];"
+                 :
+                 : "l"(&map), "r"(column), "r"(row)
+                 : "memory");
+}
 // A group of its own: see wait_stores.
 __device__ __forceinline__ void store_tile(const void* shared, const CUtensorMap& map, int row, int column) {
     asm volatile(

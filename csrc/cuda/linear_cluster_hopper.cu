@@ -86,6 +86,11 @@ __global__ void __launch_bounds__(ClusterTile::kThreads, 2)
                       (begin + step) * Tile::kDepth);
         };
         for (int step = 0; step < steps && step < kSlots; ++step) copy_b(step);
+        // The other steps of b come to the L2 cache meanwhile, once for all rows.
+        if (lane == 0 && row == 0)
+#pragma unroll 1
+            for (int step = kSlots; step < steps; ++step)
+                prefetch_tile(maps.b, column, (begin + step) * Tile::kDepth);
         wait_for_kernels();
         for (int step = 0; step < steps && step < kSlots; ++step) copy_a(step);
         for (int step = kSlots; step < steps; ++step) {

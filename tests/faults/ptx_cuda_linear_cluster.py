@@ -6,7 +6,6 @@ from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _fault = faults_of("csrc/cuda/linear_cluster_hopper.cu")
 _RUN = "csrc/cuda/encoder_layers.cu"
-_COMMON = "csrc/cuda/common.cuh"
 
 FAULTS = (
     # the ring
@@ -45,11 +44,10 @@ FAULTS = (
     _fault("attention of short texts does not wait", "    wait_for_kernels();\n", "", "csrc/cuda/attention_short.cu"),
     _fault("attention does not wait", "    wait_for_kernels();\n", "", "csrc/cuda/attention_forward.cuh"),
     _fault("first rows do not wait", "    wait_for_kernels();\n", "", _RUN),
-    _fault("no kernel waits", "#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900\n    asm volatile(\"griddepcontrol.wait;", "#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000\n    asm volatile(\"griddepcontrol.wait;", _COMMON),
     _fault("the next call is chained too", "    ~Run() { chained = false; }\n", "", _RUN),
     _fault("kernels of others are chained", "chained = few_ && device_.chained;", "chained = device_.chained;", _RUN),
+    _fault("launches are never chained", "chained = few_ && device_.chained;", "chained = false;", _RUN),
     _fault("any number of rows is few", "call.rows <= kFewRows)", "call.rows <= 1000)", _RUN),
-    _fault("launches are never chained", "programmaticStreamSerializationAllowed = chained ? 1 : 0;", "programmaticStreamSerializationAllowed = 0;", _COMMON),
 )  # fmt: skip
 
 SUITE = Suite(

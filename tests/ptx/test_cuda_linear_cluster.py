@@ -37,6 +37,7 @@ SHAPES = {
     (64, 64, 320, 132): 2,  # 5 steps: parts of two steps or more
     (130, 200, 1032, 36): 3,  # 12 tiles; 17 steps
     (3, 72, 1024, 132): 8,
+    (3, 8, 1152, 132): 6,  # nine parts of two steps would be a cluster too large
     (1, 8, 1216, 5): 5,  # parts of 3 and 4 steps; most blocks have no chunk of the row
     (70, 64, 1024, 1): 1,  # the ring turns twice
 }

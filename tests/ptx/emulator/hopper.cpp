@@ -444,6 +444,7 @@ REGISTERS void hopper_forms() {
     form("cp.async.bulk.wait_group", "#", wait_group);
     form("cp.async.bulk.wait_group.read", "#", wait_group);
     form("prefetch.tensormap", "@", prefetch_map);
+    form("cp.async.bulk.prefetch.tensor.2d.L2.global.tile", "@+b32*2", prefetch_map);
     form("setmaxnreg.inc.sync.aligned.u32", "#", set_registers);
     form("setmaxnreg.dec.sync.aligned.u32", "#", set_registers);
     wgmma_forms();
