@@ -23,9 +23,9 @@ def inputs_of(rows, heads, headdim, half, dtype=torch.float32, integer=torch.int
     return x, angles.cos(), angles.sin(), torch.randint(positions, (rows,), generator=g).to(integer)
 
 
-def assert_right(x, cos, sin, positions, interleaved):
+def assert_right(x, cos, sin, positions, interleaved, kernels=cpu):
     """Both directions; half a step from rounding, and what float32 loses of the two products."""
-    for launch, sign in ((cpu.rotary_fwd, 1), (cpu.rotary_bwd, -1)):
+    for launch, sign in ((kernels.rotary_fwd, 1), (kernels.rotary_bwd, -1)):
         y = launch(x, cos, sin, positions, interleaved)
         assert (y.dtype, y.shape, y.is_contiguous()) == (x.dtype, x.shape, True)
         truth = rotary_ref(x.double(), cos.double(), sign * sin.double(), positions, interleaved)

@@ -252,7 +252,12 @@ def test_layers_in_one_call(lengths, name, int8, threads):  # noqa: F811
     for number, layer in enumerate(model.layer_list()):
         for norm, eps in zip(norms_of(layer), (0.3 / (1 + number), 0.01 * number), strict=False):
             norm.eps = eps
-    steps, call = survey(model.layer_list()), Call(packed(model, lengths, x, bias), 2)
+    assert_one_call_is_a_call_per_layer(model, x, packed(model, lengths, x, bias))
+    assert torch.equal(x, before)
+
+
+def assert_one_call_is_a_call_per_layer(model, x, batch):
+    steps, call = survey(model.layer_list()), Call(batch, 2)
     stack = executor.kept([(step, executor.takes(step, x, call)) for step in steps])
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -261,7 +266,6 @@ def test_layers_in_one_call(lengths, name, int8, threads):  # noqa: F811
             expected = through(layer, expected, call.batch)
         assert stack.serves(call)
         assert torch.equal(executor.run(stack, x, call), expected)
-        assert torch.equal(x, before)
 
 
 @torch.no_grad()

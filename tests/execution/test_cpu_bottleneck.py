@@ -17,6 +17,7 @@ from tests.execution.test_cpu import (
     BF16,
     FLOAT,
     FP16,
+    assert_one_call_is_a_call_per_layer,
     assert_same_as_op_by_op,
     fused_layers,
     of,
@@ -143,16 +144,8 @@ def test_layers_in_one_call(int8, threads):  # noqa: F811
     model, lengths = model_of(int8=int8), [7, 1, 60, 52]
     x = torch.randn(sum(lengths), 2 * 48)[:, :48]
     before = x.clone()
-    steps, call = survey(model.layer_list()), Call(packed(model, lengths, x), 2)
-    stack = executor.kept([(step, executor.takes(step, x, call)) for step in steps])
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        expected = x
-        for layer in model.layer_list():
-            expected = through(layer, expected, call.batch)
-        assert stack.serves(call)
-        assert torch.equal(executor.run(stack, x, call), expected)
-        assert torch.equal(x, before)
+    assert_one_call_is_a_call_per_layer(model, x, packed(model, lengths, x))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("int8", [False, True])

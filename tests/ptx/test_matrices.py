@@ -60,17 +60,14 @@ def test_stmatrix(count, trans, random):
     assert got["shared"] == isa.stmatrix(shared, at, values, bool(trans))
 
 
-def product(kind: str, a: list, b: list, c: list) -> np.ndarray:
-    """The float32 16 x 8 matrix that the emulator gives."""
-    left, right, added, result = registers("a", 4), registers("b", 2), registers("c", 4), registers("d", 4)
-    lines = declared(("a", 4), ("b", 2), ("c", 4), ("d", 4))
-    lines.append(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {result}, {left}, {right}, {added};"
-    )
+def product(form: str, a: list, b: list, c: list) -> np.ndarray:
+    """The bits of the 16 x 8 matrix that the emulator gives."""
+    counts = ("d", 4), ("a", 4), ("b", 2), ("c", 4)
+    line = f"mma.sync.aligned.{form} {', '.join(registers(*each) for each in counts)};"
     inputs = {f"%{n}{i}": v for n, vs in (("a", a), ("b", b), ("c", c)) for i, v in enumerate(vs)}
-    got = run_instruction(lines, inputs, [f"%d{i}" for i in range(4)])
+    got = run_instruction([*declared(*counts), line], inputs, [f"%d{i}" for i in range(4)])
     words = [np.asarray(got[f"%d{i}"]).astype(np.uint64) for i in range(4)]
-    return isa.to_floats(isa.gathered(words, (16, 8), isa.place_c, 1), "f32")
+    return isa.gathered(words, (16, 8), isa.place_c, 1)
 
 
 @pytest.mark.parametrize(("kind", "unit"), (("bf16", 1.0), ("f16", 1.0), ("f16", 2.0**-24)))
@@ -89,7 +86,8 @@ def test_mma_is_exact(kind, unit, random):
 
     a, b = isa.scattered(patterns(left), 4, isa.place_a, 2), isa.scattered(patterns(right), 2, isa.place_b, 2)
     c = isa.scattered(isa.from_floats(added, "f32"), 4, isa.place_c, 1)
-    np.testing.assert_array_equal(product(kind, a, b, c), left @ right + added)
+    found = product(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, b, c)
+    np.testing.assert_array_equal(isa.to_floats(found, "f32"), left @ right + added)
 
 
 def test_mma_of_bytes(random):
@@ -107,14 +105,7 @@ def test_mma_of_bytes(random):
     a = [words[0][group + 8 * (r % 2), member + 4 * (r // 2)] for r in range(4)]
     b = [words[1][group, member + 4 * r] for r in range(2)]
     c = isa.scattered(isa.from_integers(added.ravel(), "s32").reshape(16, 8), 4, isa.place_c, 1)
-    names = [registers(name, count) for name, count in (("d", 4), ("a", 4), ("b", 2), ("c", 4))]
-    lines = declared(("a", 4), ("b", 2), ("c", 4), ("d", 4))
-    lines.append(f"mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {', '.join(names)};")
-    inputs = {f"%{n}{i}": v for n, vs in (("a", a), ("b", b), ("c", c)) for i, v in enumerate(vs)}
-    got = run_instruction(lines, inputs, [f"%d{i}" for i in range(4)])
-    found = isa.gathered(
-        [np.asarray(got[f"%d{i}"]).astype(np.uint64) for i in range(4)], (16, 8), isa.place_c, 1
-    )
+    found = product("m16n8k32.row.col.satfinite.s32.s8.s8.s32", a, b, c)
     expected = np.clip(left @ right + added, -(2**31), 2**31 - 1)
     np.testing.assert_array_equal(isa.to_integers(found.ravel(), "s32"), expected.ravel())
 

@@ -62,12 +62,6 @@ def grads_of(out: torch.Tensor, inputs, seed: int = 7):
     return torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=g).to(out.dtype))
 
 
-def assert_same(actual, expected):
-    """Bit-equal, tensor by tensor; a NaN fails."""
-    for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e)
-
-
 def assert_near(actual, expected, tolerance):
     """Within `tolerance` times the largest expected magnitude, or 1: the scale of a sum's error."""
     scale = max(expected.detach().abs().flatten().tolist(), default=1.0)

@@ -42,3 +42,17 @@ def bad_ids(request):
     cells.zero_()
     yield cells
     cells.zero_()
+
+
+@pytest.fixture(params=["as_it_lies", "pointers"])
+def transport(request, monkeypatch):
+    """Tensor descriptors where the matrices allow them, and pointers in any case."""
+    if request.param == "pointers":
+        kernels = request.module.kernels
+        monkeypatch.setattr(getattr(kernels, "linear", kernels), "fits_tensor_map", lambda *matrices: False)
+
+
+@pytest.fixture
+def exact_gelu(request, monkeypatch):
+    """As with FASTBERT_EXACT_GELU=1."""
+    monkeypatch.setattr(request.module.kernels.activation_kernels, "EXACT_GELU", True)

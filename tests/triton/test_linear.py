@@ -27,20 +27,6 @@ pytestmark = pytest.mark.usefixtures("checked_memory")
 tuning = kernels.tuning
 
 
-@pytest.fixture(params=["as_it_lies", "pointers"])
-def transport(request, monkeypatch):
-    """Tensor descriptors where the matrices allow them, and pointers in any case."""
-    if request.param == "pointers":
-        monkeypatch.setattr(kernels, "fits_tensor_map", lambda *matrices: False)
-    return request.param
-
-
-@pytest.fixture
-def exact_gelu(monkeypatch):
-    """As with FASTBERT_EXACT_GELU=1."""
-    monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", True)
-
-
 def check(case: LinearCase, dtype: torch.dtype, seed: int = 0) -> None:
     (row,) = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
     elements = case.rows * case.out_features

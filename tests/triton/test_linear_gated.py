@@ -17,20 +17,6 @@ pytestmark = pytest.mark.usefixtures("checked_memory")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["as_it_lies", "pointers"])
-def transport(request, monkeypatch):
-    """Tensor descriptors where the matrices allow them, and pointers in any case."""
-    if request.param == "pointers":
-        monkeypatch.setattr(kernels.linear, "fits_tensor_map", lambda *matrices: False)
-    return request.param
-
-
-@pytest.fixture
-def exact_gelu(monkeypatch):
-    """As with FASTBERT_EXACT_GELU=1."""
-    monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", True)
-
-
 def arguments(rows, in_features, columns, dtype=torch.float32, activation="gelu", save=True, gated="first"):
     """Arguments of `linear_fwd`, all of different sizes, so that none can be swapped unseen."""
     randn = normal(torch.Generator().manual_seed(7), dtype)
@@ -54,14 +40,7 @@ def backward_arguments(rows, columns, dtype=torch.float32, activation="gelu", ga
     """Arguments of `gate_bwd` that ask for everything."""
     randn = normal(torch.Generator().manual_seed(5), dtype)
     dy, pre = randn(rows, columns), randn(rows, 2 * columns, scale=2.0)
-    return {
-        "dy": dy,
-        "pre": pre,
-        "activation": activation,
-        "need_g": True,
-        "need_dbias": True,
-        "gated": gated,
-    }
+    return dict(dy=dy, pre=pre, activation=activation, need_g=True, need_dbias=True, gated=gated)
 
 
 # Edges of the tiles: 16 and 32 rows, 16 and 32 columns, depth 32 and 64; aligned and not.

@@ -71,11 +71,7 @@ def test_a_key_tells_apart_what_triton_does():
             args[i] = random_argument(rng, memory)
         if rng.random() < 0.3:
             args.append(rng.choice((1, 2)))
-        config = {
-            "N": rng.choice((16, 32)),
-            "FLAG": rng.choice((True, False)),
-            "num_warps": rng.choice((4, 8)),
-        }
+        config = dict(N=rng.choice((16, 32)), FLAG=rng.choice((True, False)), num_warps=rng.choice((4, 8)))
         if len(args) == 8:
             del config["N"]
         form = launches._form(function, tuple(args), config)

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastbert import testing
-from fastbert.ops.rotary import rotary_ref
+from tests.cpu import test_rotary as on_cpu
 from tests.support.triton_fixtures import DEVICE, DTYPES, fuzz_tests, kernels_of, needs_lazy_memory
 from tests.support.triton_sanitizer import lazy_rows
 
 kernels = kernels_of("rotary")
 pytestmark = pytest.mark.usefixtures("checked_memory")
-POSITIONS = 9
+POSITIONS = 9  # of the tables
+assert_right = functools.partial(on_cpu.assert_right, kernels=kernels)
 
 
-def inputs_of(rows, heads, headdim, half, dtype=torch.float32, integer=torch.int32, seed=0):
-    """Heads of a wider product, tables whose rows all differ, and positions in no order."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, heads + 1, headdim, generator=g).to(dtype)[:, :heads]
-    angles = 10 * torch.rand(POSITIONS, half, generator=g)
-    positions = torch.randint(POSITIONS, (rows,), generator=g).to(integer)
-    return [t.to(DEVICE) for t in (x, angles.cos(), angles.sin(), positions)]
-
-
-def assert_right(x, cos, sin, positions, interleaved):
-    """Both directions; half a step from rounding, and what float32 loses of the two products."""
-    for launch, sign in ((kernels.rotary_fwd, 1), (kernels.rotary_bwd, -1)):
-        y = launch(x, cos, sin, positions, interleaved)
-        assert (y.dtype, y.shape, y.is_contiguous()) == (x.dtype, x.shape, True)
-        truth = rotary_ref(x.double(), cos.double(), sign * sin.double(), positions, interleaved)
-        bound = 2**-24 * 3 * x.double().abs().amax() + 0.505 * testing.rounding_step(truth, x.dtype)
-        assert ((y.double() - truth).abs() <= bound).all()
-        assert torch.equal(y[..., 2 * cos.shape[1] :], x[..., 2 * cos.shape[1] :])
+def inputs_of(*sizes, **options):
+    return [t.to(DEVICE) for t in on_cpu.inputs_of(*sizes, **options)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

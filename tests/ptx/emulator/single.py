@@ -81,21 +81,15 @@ def run_instruction(
         else:
             stores += [f"st.global.b{8 * size} [%runaddress], {name};"]
     parameters = ",\n".join(f".param .u64 run_param_{k}" for k in range(len(arrays)))
-    body = "\n".join([*loads, *lines_without(lines), *stores])
+    given = "\n".join(lines)
+    declared = "\n".join(m.group() for m in REGISTERS.finditer(given))
+    body = "\n".join([*loads, REGISTERS.sub("", given), *stores])
     smem = f".shared .align 1024 .b8 smem[{len(shared)}];" if shared else ""
     text = (
         f".version 8.8\n.target {target}\n.address_size 64\n.visible .entry run(\n{parameters}\n)\n{{\n"
-        f"{smem}\n.reg .b64 %runaddress;\n.reg .b32 %runlane, %runword;\n{declarations(lines)}\n"
+        f"{smem}\n.reg .b64 %runaddress;\n.reg .b32 %runlane, %runword;\n{declared}\n"
         f"mov.u32 %runlane, %ctaid.x;\nmad.lo.u32 %runlane, %runlane, 32, %laneid;\n{body}\nret;\n}}\n"
     )
     after = Program(text).launch("run", (warps,), (LANES,), arrays, shared=shared)
     found = {name: values != 0 if size_of(name) == 0 else values for name, values in results.items()}
     return found | ({"shared": after} if shared else {})
-
-
-def declarations(lines: Sequence[str]) -> str:
-    return "\n".join(m.group() for m in REGISTERS.finditer("\n".join(lines)))
-
-
-def lines_without(lines: Sequence[str]) -> list[str]:
-    return [REGISTERS.sub("", "\n".join(lines))]
