@@ -4,7 +4,8 @@
 
 Vectors of the sentences in examples/ by all-MiniLM-L6-v2, beside those in float32: cosines, and Spearman's
 correlation of the similarities of all pairs. SQNR is of the outputs of each linear layer in dB, on the inputs
-that it has in float32.
+that it has in float32. int8-static has one range per layer, from the same sentences; int8-float rounds
+weights alone.
 
 Everything is computed on a CPU: 8-bit floats, with the rest in bfloat16, in PyTorch's plain arithmetic.
 """
@@ -32,14 +33,14 @@ from bench.lib.engines import minilm_directory  # noqa: E402
 from bench.lib.report import Report  # noqa: E402
 from fastbert.layers import float8  # noqa: E402
 
-FORMATS = ("float32", "bfloat16", "int8", "fp8")
+FORMATS = ("float32", "bfloat16", "int8", "int8-static", "int8-float", "fp8")
 SENTENCES = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").splitlines()
 
 
-def in_format(model: Any, name: str) -> Any:
+def in_format(model: Any, name: str, options: dict[str, Any]) -> Any:
     """The model, changed in place."""
-    if name == "int8":
-        return model.quantize("int8")
+    if name.startswith("int8"):
+        return model.quantize("int8", **options)
     if name == "float32":
         return model
     return float8.prepare(model.bfloat16()) if name == "fp8" else model.bfloat16()
@@ -55,15 +56,19 @@ def rows() -> Iterator[dict[str, Any]]:
     for name in FORMATS:
         encoder = fastbert.SentenceEncoder.from_pretrained(directory, device="cpu")
         row: dict[str, Any] = {"step": "bits", "name": f"bits-minilm-{name}", "status": "ok", "format": name}
-        if name in ("int8", "fp8"):
+        kind, _, activations = name.partition("-")
+        options: dict[str, Any] = {"activations": activations} if activations else {}
 
-            def read(encoder: Any = encoder) -> Any:
-                return encoder.encode(SENTENCES)
+        def read(encoder: Any = encoder) -> Any:
+            return encoder.encode(SENTENCES)
 
-            layers = fastbert.quantization_report(encoder.model, name, run=read)
+        if activations == "static":
+            options["calibrate"] = read
+        if kind in ("int8", "fp8"):
+            layers = fastbert.quantization_report(encoder.model, kind, run=read, **options)
             found = [each.output_sqnr or 0.0 for each in layers]
             row |= {"sqnr_least": min(found), "sqnr_median": statistics.median(found)}
-        in_format(encoder.model, name)
+        in_format(encoder.model, name, options)
         vectors = encoder.encode(SENTENCES).astype(np.float64)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         full = vectors if name == "float32" else full

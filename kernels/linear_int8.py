@@ -56,6 +56,11 @@ def _float_tile(
 
 
 @triton.jit
+def _not_finite(x):
+    return ((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32)
+
+
+@triton.jit
 def _rounded_product(a, b):
     """a · b, rounded to float32, and then to an integer."""
     product = tl.fma(a, b, tl.zeros_like(a))
@@ -74,7 +79,7 @@ def _store_bytes(v_ptr, x, inv, zero, rows, start, n_rows, IN: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _int8_rows_kernel(
-    x_ptr, smooth_ptr, v_ptr, offset_ptr, step_ptr, x_stride, n_rows,
+    x_ptr, smooth_ptr, range_ptr, v_ptr, offset_ptr, step_ptr, x_stride, n_rows,
     IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`v` = [rows, IN]; `offset` = 128 - zero and `step` = [rows], NaN where a row has no finite range."""
@@ -83,12 +88,15 @@ def _int8_rows_kernel(
     lo = tl.minimum(tl.min(first, 1), 0.0)  # [BLOCK_M]
     hi = tl.maximum(tl.max(first, 1), 0.0)
     # min and max pass over NaN
-    spoiled = tl.max((first != first).to(tl.int32), 1)
+    spoiled = tl.max(_not_finite(first), 1)
     for start in range(BLOCK_N, IN, BLOCK_N):
         x = _float_tile(x_ptr, smooth_ptr, x_stride, rows, start, n_rows, IN, BLOCK_N)
         lo = tl.minimum(lo, tl.min(x, 1))
         hi = tl.maximum(hi, tl.max(x, 1))
-        spoiled = tl.maximum(spoiled, tl.max((x != x).to(tl.int32), 1))
+        spoiled = tl.maximum(spoiled, tl.max(_not_finite(x), 1))
+    if range_ptr is not None:
+        lo = tl.minimum(tl.zeros((BLOCK_M,), tl.float32), tl.load(range_ptr))
+        hi = tl.maximum(tl.zeros((BLOCK_M,), tl.float32), tl.load(range_ptr + 1))
     step = tl.div_rn(hi - lo, 255.0)
     step = tl.where(step < 1.1754943508222875e-38, 1.0, step)
     bad = (spoiled != 0) | (step == float("inf"))
@@ -193,7 +201,9 @@ def channel_sums(weight: Tensor) -> Tensor:
     return weight.sum(1, dtype=torch.int32).view(torch.uint8)
 
 
-def quantized_rows(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def quantized_rows(
+    x: Tensor, smooth: Tensor | None, input_range: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(v int8 (rows, in), 128 - zero int32 (rows,), step float32 (rows,)) of `x`."""
     rows, depth = x.shape
     v = torch.empty((rows, depth), dtype=torch.int8, device=x.device)
@@ -206,6 +216,7 @@ def quantized_rows(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor, Te
         x.device,
         x,
         smooth,
+        input_range,
         v,
         offset,
         step,
@@ -221,12 +232,12 @@ def quantized_rows(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
     """The contract of `fastbert.ops.linear_int8.linear_int8_fwd`."""
-    x, weight, scale, bias, activation, panels, gated, smooth = inputs
+    x, weight, scale, bias, activation, panels, gated, smooth, input_range, _ = inputs
     (rows, depth), out, y = x.shape, weight.shape[0], inputs.new_output()
     columns = y.shape[1]
     if rows == 0:
         return y
-    v, offset, step = quantized_rows(x, smooth)
+    v, offset, step = quantized_rows(x, smooth, input_range)
     sums = channel_sums(weight) if panels is None or panels.numel() != 4 * out else panels
     block_m, block_n, block_k, num_warps, num_stages = config(
         rows, gated is not None, tuning.device_of(x.device).capability

@@ -31,7 +31,9 @@ class Reader {
         const void* const panels = address<const void>();
         const float* const scale = address<const float>();
         const Param bias = vector();
-        return {panels, scale, bias, address<const float>()};
+        const float* const smooth = address<const float>();
+        const float* const range = address<const float>();
+        return {panels, scale, bias, smooth, range, next<bool>()};
     }
     LayerNormParams norm() {
         const Param weight = vector();

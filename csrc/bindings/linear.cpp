@@ -117,7 +117,8 @@ void make_panels_int8(std::int64_t depth, std::int64_t columns, Address weight, 
 
 void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address x,
                   std::int64_t x_stride, Address panels, Address scale, Address bias, int bias_dtype,
-                  int activation, Address y, int threads, int gate, Address smooth) {
+                  int activation, Address y, int threads, int gate, Address smooth, Address range,
+                  bool float_rows) {
     check_shape(rows, depth);
     check_shape(rows, columns);
     const ProductInt8 args{dtype_of(dtype),
@@ -135,7 +136,8 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            Onto::kNone,
                            nullptr,
                            nullptr,
-                           pointer<const float>(smooth)};
+                           pointer<const float>(smooth),
+                           pointer<const float>(range)};
     const bool gated = args.gate != Gate::kNone;
     const std::int64_t all_columns = gated ? 2 * columns : columns;
     check_shape(rows, all_columns);
@@ -146,7 +148,25 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
     check_given("panels", args.panels, int8_panels_size(depth, all_columns, gated));
     check_given("scale", args.scale, rows);
     check_given("y", args.y, rows);
-    run([&] { return cpu_linear_int8(args, threads); });
+    if (!float_rows) return run([&] { return cpu_linear_int8(args, threads); });
+    if (args.smooth != nullptr || args.range != nullptr)
+        throw py::value_error("smooth, range: expected 0 with rows in floating point");
+    Product product{};
+    product.dtype = args.dtype;
+    product.rows = rows;
+    product.columns = columns;
+    product.depth = depth;
+    product.a = args.x;
+    product.row_stride = x_stride;
+    product.depth_stride = 1;
+    product.panels = args.panels;
+    product.bias = args.bias;
+    product.activation = args.activation;
+    product.c = args.y;
+    product.gate = args.gate;
+    product.scale = args.scale;
+    product.group = int8_group();
+    run([&] { return cpu_linear_product(product, threads); });
 }
 
 #if FASTBERT_CUDA

@@ -12,10 +12,12 @@
 namespace fastbert {
 
 struct LayerLinear {
-    const void* panels;   // in the layout of linear or linear_int8
-    const float* scale;   // of linear_int8; null: the layer is a `linear`
-    Param bias;           // data may be null
-    const float* smooth;  // of linear_int8, may be null
+    const void* panels;  // in the layout of linear or linear_int8
+    const float* scale;  // of linear_int8; null: the layer is a `linear`
+    Param bias;          // data may be null
+    // Of linear_int8: smooth and range may be null, and with float_rows they are
+    const float *smooth, *range;
+    bool float_rows;
 };
 
 struct LayerNormParams {

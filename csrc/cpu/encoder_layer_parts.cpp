@@ -16,7 +16,7 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     const void* const from = static_cast<const char*>(a) + rows.begin * a_stride * size;
     void* const to = static_cast<char*>(c) + rows.begin * columns * size;
     const Param bias = epilogue.bias ? w.bias : Param{nullptr, DType::kFloat32};
-    if (w.scale != nullptr) {
+    if (w.scale != nullptr && !w.float_rows) {
         const ProductInt8 args{layer.dtype,
                                rows.count,
                                columns,
@@ -32,7 +32,8 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                epilogue.onto,
                                epilogue.no_norm.weight.data,
                                epilogue.no_norm.bias.data,
-                               w.smooth};
+                               w.smooth,
+                               w.range};
         return cpu_linear_int8(args, threads);
     }
     Product args{};
@@ -52,6 +53,8 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     args.multiplies = epilogue.onto == Onto::kMultiplies;
     args.norm_weight = epilogue.no_norm.weight.data;
     args.norm_bias = epilogue.no_norm.bias.data;
+    args.scale = w.scale;
+    args.group = int8_group();
     args.c = to;
     return cpu_linear_product(args, threads);
 }

@@ -94,18 +94,22 @@ const char* cpu_linear_product(const Product& args, int threads) {
     const std::int64_t columns = ceil_div(panels, column_blocks) * kPanel;
     const std::int64_t scratch = (simd->product_scratch(args, rows, columns) + 15) / 16 * 16;
     const std::int64_t padded = panels * kPanel;
-    const Workspace workspace(padded + team * scratch);
+    const Workspace workspace(2 * padded + team * scratch);
     if (workspace.data() == nullptr) return kOutOfMemory;
-    float* bias = nullptr;
-    if (args.bias.data != nullptr) {
-        bias = workspace.data();
+    // In the order of the panels' columns
+    const auto ordered = [&](const Param& from, float* const out) -> float* {
+        if (from.data == nullptr) return nullptr;
         const std::int64_t width = panel_columns(gated);
-        float* to = bias;
-        for (std::int64_t first = 0; to < bias + padded; first += width)
+        float* to = out;
+        for (std::int64_t first = 0; to < out + padded; first += width)
             for (std::int64_t begin = 0; begin < all_columns; begin += args.columns)  // of each half
                 for (std::int64_t j = first; j < first + width; ++j)
-                    *to++ = j < args.columns ? widened(args.bias, begin + j) : 0.0f;
-    }
+                    *to++ = j < args.columns ? widened(from, begin + j) : 0.0f;
+        return out;
+    };
+    const float* const bias = ordered(args.bias, workspace.data());
+    Product inner = args;
+    inner.scale = ordered({args.scale, DType::kFloat32}, workspace.data() + padded);
     const std::int64_t tasks = row_blocks * ceil_div(padded, columns);
     parallel_for(tasks, team, [&](std::int64_t task, int worker) {
         // Consecutive tasks share their columns: the weights stay in the cache that all threads share.
@@ -113,13 +117,16 @@ const char* cpu_linear_product(const Product& args, int threads) {
         if (row >= args.rows) return;
         if (task < team && args.panels != nullptr) {
             // The first panels have not been prefetched.
-            const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
+            const std::int64_t size = args.scale != nullptr           ? 4 / args.group
+                                      : args.dtype == DType::kFloat32 ? 4
+                                                                      : 2;
             fetch(static_cast<const char*>(args.panels) + column * even(args.depth) * size,
                   std::min(even(args.depth), kFetched) * kPanel * size);
         }
         const std::int64_t next = std::min(task + team, tasks - 1) / row_blocks * columns;
-        simd->product(args, bias, row, std::min(args.rows, row + rows), column,
-                      std::min(padded, column + columns), next, workspace.data() + padded + worker * scratch);
+        simd->product(inner, bias, row, std::min(args.rows, row + rows), column,
+                      std::min(padded, column + columns), next,
+                      workspace.data() + 2 * padded + worker * scratch);
     });
     return nullptr;
 }

@@ -64,6 +64,10 @@ struct Product {
     // (columns,) of dtype, or null: c = norm_weight * (residual + the rest, which is rounded first) +
     // norm_bias; not with a gate, nor where wide_c
     const void *norm_weight = nullptr, *norm_bias = nullptr;
+    // Factors of b's columns, or null. With them panels are those of linear_int8.h, `group` elements in four
+    // bytes. The kernels get them in the order of the panels' columns.
+    const float* scale = nullptr;
+    int group = 0;
 };
 
 struct ActivationBwd {

@@ -195,14 +195,15 @@ struct Scratch {
 };
 
 std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_t columns) {
-    if (args.dtype != DType::kBFloat16) return avx512::linear_kernels.product_scratch(args, rows, columns);
+    if (args.dtype != DType::kBFloat16 || args.scale != nullptr)
+        return avx512::linear_kernels.product_scratch(args, rows, columns);
     const Scratch scratch(args, rows);
     return scratch.sums + scratch.run + scratch.a;
 }
 
 void product(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
              std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
-    if (args.dtype != DType::kBFloat16)
+    if (args.dtype != DType::kBFloat16 || args.scale != nullptr)
         return avx512::linear_kernels.product(args, bias, row, row_end, column, column_end, next_column,
                                               scratch);
     const std::int64_t rows = row_end - row, padded = even(args.depth);

@@ -55,6 +55,8 @@ std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns, bool gat
            spare_bytes(*simd, gated);
 }
 
+int int8_group() { return kernels() == nullptr ? 0 : kernels()->group; }
+
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;

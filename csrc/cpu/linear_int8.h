@@ -37,10 +37,13 @@ struct ProductInt8 {
     Onto onto;
     const void *norm_weight = nullptr, *norm_bias = nullptr;  // see Product
     const float* smooth = nullptr;                            // (depth,) factors of x's columns; null: none
+    const float* range = nullptr;  // the least and the largest of x smooth; null: each row has its own
 };
 
 // Bytes of the panels and of the weight's column sums after them, for the instruction set in use.
 std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns, bool gated);
+
+int int8_group();  // elements in four bytes of the panels
 
 // Both return nullptr, or the reason why they did nothing.
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads);

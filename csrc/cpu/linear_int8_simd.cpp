@@ -245,32 +245,33 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
         if constexpr (kSmooth) return mul(load(x + i, n), load(args.smooth + i, n));
         return load(x + i, n);
     };
-    Vec low[4], high[4], nothing[4];
-    for (int k = 0; k < 4; ++k) low[k] = high[k] = nothing[k] = zero();
-    for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {
-        // Lanes after the end are 0, which is always within the range.
-        const Vec v = input(i, n);
-        low[k] = minimum(low[k], v);
-        high[k] = maximum(high[k], v);
-        nothing[k] = fma(v, zero(), nothing[k]);  // NaN once there is NaN or infinity
-    });
+    Vec low[4], high[4];
+    for (int k = 0; k < 4; ++k) low[k] = high[k] = zero();
+    if (args.range != nullptr) {
+        low[0] = broadcast(args.range[0]);  // the others are 0
+        high[0] = broadcast(args.range[1]);
+    } else {
+        for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {
+            // Lanes after the end are 0, which is always within the range.
+            const Vec v = input(i, n);
+            low[k] = minimum(low[k], v);
+            high[k] = maximum(high[k], v);
+        });
+    }
     const float lo = smallest(minimum(minimum(low[0], low[1]), minimum(low[2], low[3])));
     const float hi = largest(maximum(maximum(high[0], high[1]), maximum(high[2], high[3])));
-    const float width = hi - lo, poison = sum4(nothing);
+    const float width = hi - lo;
     float step = width / 255.0f;
     if (step < 1.17549435e-38f) step = 1.0f;  // the smallest normal number: below it 1 / step overflows
-    const std::int64_t count = groups_of(args.depth, kGroup);
-    if (poison != 0.0f || !(width <= 3.40282347e+38f)) {
-        __builtin_memset(groups, 0, static_cast<std::size_t>(count) * 4);
-        return {__builtin_nanf(""), 0};
-    }
     const float inv = 1.0f / step;
     const float point = __builtin_rintf(-lo * inv);
     const Vec factor = broadcast(inv), shift = broadcast(point), most = broadcast(255.0f);
+    Vec nothing = zero();
     alignas(64) std::uint32_t tail[kLanes] = {};
     for (std::int64_t i = 0; i < args.depth; i += kLanes) {
         const int n = static_cast<int>(less(args.depth - i, kLanes));
-        const Vec rounded = add(nearest(mul(input(i, n), factor)), shift);
+        const Vec v = input(i, n), rounded = add(nearest(mul(v, factor)), shift);
+        nothing = fma(v, zero(), nothing);  // NaN once there is NaN or infinity
         const UVec u = to_int(first(minimum(maximum(rounded, zero()), most), n));
         std::uint32_t* const to = n == kLanes ? groups + i / kGroup : tail;
         if constexpr (kGroup == 4)
@@ -280,6 +281,8 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
         if (n < kLanes)
             __builtin_memcpy(groups + i / kGroup, tail, static_cast<std::size_t>(groups_of(n, kGroup)) * 4);
     }
+    // Whatever the integers of such a row are. Of an infinite step they are 0, which makes NaN too
+    if (sum(nothing) != 0.0f) return {__builtin_nanf(""), 0};
     return {step, static_cast<std::int32_t>(point)};
 }
 

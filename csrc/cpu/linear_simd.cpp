@@ -2,6 +2,8 @@
 // instruction set.
 #include "linear_simd.h"
 
+#include <utility>
+
 #include "pace.h"
 #include "transpose.h"
 
@@ -27,7 +29,7 @@ std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_
     const bool wide = args.dtype == DType::kFloat32;
     const std::int64_t depth = depth_of_pass(args.depth);
     const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
-    const std::int64_t b = wide && args.panels != nullptr ? 0 : kPanel * depth;
+    const std::int64_t b = wide && args.panels != nullptr && args.scale == nullptr ? 0 : kPanel * depth;
     return a + b + (passes(args.depth) > 1 ? rows * less(columns, kMaxColumns) : 0) + 64;
 }
 
@@ -103,6 +105,24 @@ FASTBERT_INLINE void widen_panel(const bf16* panel, std::int64_t depth, float* o
         }
 }
 
+// Rows of a panel of integers, times the factors of its columns: `depth` of them, or up to three more.
+template <int kGroup, int... kPlaces>
+FASTBERT_INLINE void widen_integers(const char* panel, const float* scale, std::int64_t depth, float* out,
+                                    std::integer_sequence<int, kPlaces...>) {
+    constexpr int kBits = 32 / kGroup;
+    for (std::int64_t k = 0; k < depth; k += kGroup, out += kGroup * kPanel)
+        for (int j = 0; j < kPanel; j += kLanes, panel += 4 * kLanes)
+            (store(out + kPlaces * kPanel + j,
+                   mul(load_part<kPlaces * kBits, kBits>(panel), load(scale + j, kLanes)), kLanes),
+             ...);
+}
+void widen_integers(const Product& args, const char* panel, std::int64_t j, std::int64_t depth, float* out) {
+    if (args.group == 4)
+        widen_integers<4>(panel, args.scale + j, depth, out, std::make_integer_sequence<int, 4>());
+    else
+        widen_integers<2>(panel, args.scale + j, depth, out, std::make_integer_sequence<int, 2>());
+}
+
 // Rows of b, rounded to T, as the first kWidth columns of a panel, with zeros after the last column of b.
 template <class T, int kWidth, class B>
 void copy_rows(const B* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
@@ -172,13 +192,18 @@ void gather_columns(const T* a, std::int64_t depth_stride, std::int64_t rows, st
 template <class T>
 void product_of(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
                 std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
-    const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth), padded = even(args.depth);
+    const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth);
+    const bool integers = args.scale != nullptr;
+    // Bytes of a row of a panel, and of a panel
+    const std::int64_t line = kPanel * (integers ? 4 / args.group : static_cast<int>(sizeof(T)));
+    const std::int64_t size =
+        line * (integers ? (args.depth + args.group - 1) / args.group * args.group : even(args.depth));
     const bool once = step >= args.depth, by_rows = args.depth_stride == 1;
     const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
     const auto finish = finish_of<T>(args);
     alignas(64) float buffer[kTileRows * kPanel];
     float *wide_a = scratch, *wide_b = wide_a + (by_rows && kIsFloat<T> ? 0 : rows * step),
-          *sums = wide_b + (kIsFloat<T> && args.panels != nullptr ? 0 : kPanel * step);
+          *sums = wide_b + (kIsFloat<T> && args.panels != nullptr && !integers ? 0 : kPanel * step);
     std::int64_t held = -1;  // the pass whose part of a lies in wide_a
     for (std::int64_t first = column; first < column_end; first += kMaxColumns) {
         const std::int64_t end = less(column_end, first + kMaxColumns);
@@ -199,30 +224,33 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
             }
             for (std::int64_t j = first; j < end; j += kPanel) {
                 const Columns of(args, j);
-                const T* const stored = static_cast<const T*>(args.panels) + j * padded + k * kPanel;
-                const T* next = stored;
+                const char* const stored =
+                    static_cast<const char*>(args.panels) + j / kPanel * size + k * line;
+                const char* next = stored;
                 const float* panel = wide_b;
                 if (args.panels == nullptr) {
                     if (args.wide_b)
                         copy_panel<T, float>(args, k, of, depth, wide_b);
                     else
                         copy_panel<T, T>(args, k, of, depth, wide_b);
-                    next =
-                        static_cast<const T*>(args.b) + k * args.b_stride + of.begin * args.b_column_stride;
+                    next = reinterpret_cast<const char*>(static_cast<const T*>(args.b) + k * args.b_stride +
+                                                         of.begin * args.b_column_stride);
                 } else {
                     if (j + kPanel < end)
-                        next += kPanel * padded;
+                        next += size;
                     else if (k + step < args.depth)
-                        next += (first - j) * padded + step * kPanel;
+                        next += (first - j) / kPanel * size + step * line;
                     else
-                        next += ((end < column_end ? end : next_column) - j) * padded - k * kPanel;
-                    if constexpr (kIsFloat<T>)
-                        panel = stored;
+                        next += ((end < column_end ? end : next_column) - j) / kPanel * size - k * line;
+                    if (integers)
+                        widen_integers(args, stored, j, depth, wide_b);
+                    else if constexpr (kIsFloat<T>)
+                        panel = reinterpret_cast<const float*>(stored);
                     else
-                        widen_panel(stored, depth, wide_b);
+                        widen_panel(reinterpret_cast<const T*>(stored), depth, wide_b);
                 }
                 std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-                Pace ahead(next, kPanel * sizeof(T) / kLine, tiles);
+                Pace ahead(next, line / kLine, tiles);
                 for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
                     n = tile_height(rows - i, tiles);
                     const std::int64_t row_stride = !by_rows ? 1 : kIsFloat<T> ? args.row_stride : step;

@@ -59,6 +59,13 @@ FASTBERT_INLINE __m128i load_bytes(const void* p, int n) {
 FASTBERT_INLINE Vec load(const std::int8_t* p, int n) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_bytes(p, n)));
 }
+// Bits [begin, begin + kBits) of each of the words at p, a signed integer.
+template <int begin, int kBits>
+FASTBERT_INLINE Vec load_part(const void* p) {
+    const UVec top =
+        _mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)), 32 - kBits - begin);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 32 - kBits));
+}
 FASTBERT_INLINE Vec load_nibbles(const std::uint8_t* p, int n) {
     const __m128i bytes = load_bytes(p, (n + 1) / 2), low = _mm_set1_epi8(15);
     const __m128i both =

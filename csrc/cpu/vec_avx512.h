@@ -40,6 +40,12 @@ FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm512_cvtph_ps(load_wor
 FASTBERT_INLINE Vec load(const std::int8_t* p, int n) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask_of(n), p)));
 }
+// Bits [begin, begin + kBits) of each of the words at p, a signed integer.
+template <int begin, int kBits>
+FASTBERT_INLINE Vec load_part(const void* p) {
+    const UVec top = _mm512_slli_epi32(_mm512_loadu_si512(p), 32 - kBits - begin);
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 32 - kBits));
+}
 FASTBERT_INLINE Vec load_nibbles(const std::uint8_t* p, int n) {
     const __m128i bytes = _mm_maskz_loadu_epi8(mask_of((n + 1) / 2), p), low = _mm_set1_epi8(15);
     const __m128i both =

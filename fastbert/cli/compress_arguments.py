@@ -186,11 +186,21 @@ def add_quantize(commands: Any) -> None:
         choices=("int8", "int4", "float"),
     )
     add(
+        "--activations",
+        "inputs of the layers: in 8 bits with a range per token, or one per layer from --calibrate; or in "
+        "floating point",
+        "dynamic",
+        choices=("dynamic", "static", "float"),
+    )
+    add(
         "--smooth X",
         "from 0 to 1, such as 0.5: how much of the range of inputs moves into the weights (SmoothQuant) "
         "(default none)",
     )
-    add("--calibrate FILE", "typical texts for --smooth, one per line (default none)")
+    add(
+        "--calibrate FILE",
+        "typical texts for --smooth and --activations static, one per line (default none)",
+    )
     add("--input FILE", "texts, one per line, that compare the vectors (default none)")
     add(
         "--report",

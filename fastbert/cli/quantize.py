@@ -29,13 +29,12 @@ def run(args: argparse.Namespace) -> int:
     weights, embeddings = (None if kind == "float" else kind for kind in (args.weights, args.embeddings))
     if weights is None and embeddings is None:
         raise UsageError("--weights, --embeddings: expected bits for at least one, got float for both")
-    if (args.smooth is None) != (args.calibrate is None):
-        raise UsageError("--smooth, --calibrate: expected both or neither")
     output, source = results.check_free(args.output), Path(args.model)
     texts, typical = ([] if file is None else _lines(file) for file in (args.input, args.calibrate))
     (whole, before), (model, after) = (_loaded(source, bool(texts or typical)) for _ in range(2))
     options = {
         "embeddings": embeddings,
+        "activations": args.activations,
         "smooth": args.smooth,
         "calibrate": functools.partial(before.encode, typical) if typical else None,
     }

@@ -47,6 +47,7 @@ def quantization_report(
     weights: str | None = "int8",
     *,
     embeddings: str | None = None,
+    activations: str = "dynamic",
     smooth: float | None = None,
     calibrate: Calibration | None = None,
     run: Callable[[], object] | None = None,
@@ -55,8 +56,8 @@ def quantization_report(
 
     Args:
         model: a floating-point model of this package on the CPU. It is not changed.
-        weights, embeddings, smooth, calibrate: as in `quantize`. "fp8" is computed in PyTorch's plain
-            arithmetic, so it needs no GPU.
+        weights, embeddings, activations, smooth, calibrate: as in `quantize`. "fp8" is computed in PyTorch's
+            plain arithmetic, so it needs no GPU.
         run: calls the model on texts, such as `lambda: encoder.encode(texts)`; None reports weights alone.
 
     Returns:
@@ -66,21 +67,21 @@ def quantization_report(
         TypeError, ValueError: as `quantize`; or `run` did not call a layer.
     """
     if weights == "fp8":
-        float8.check_alone(embeddings=embeddings, smooth=smooth, calibrate=calibrate)
+        float8.check_alone(activations, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
     else:
-        quantizing.check_kinds(weights, embeddings)
+        quantizing.check_kinds(weights, embeddings, activations)
     if quantized.is_quantized(model):
         raise ValueError("model: is quantised already; expected a floating-point one")
     if weights == "fp8":
         return _rows(model, float8.linears(model), run)
-    factors = quantizing.factors_of(model, weights, smooth, calibrate)
+    calibration = quantizing.calibrated(model, weights, activations, smooth, calibrate)
     rows: list[QuantizedLayer] = []
     if embeddings is not None and (made := quantized_table.replacement(model, embeddings)) is not None:
         table = quantized_table.table_of(model)
         rows.append(QuantizedLayer(_name(model, table), _decibels(table.weight, made.dequantized())))
     if weights is None:
         return rows
-    return rows + _rows(model, quantizing.linears(model, weights, factors), run)
+    return rows + _rows(model, quantizing.linears(model, weights, activations, calibration), run)
 
 
 def _rows(

@@ -137,8 +137,10 @@ def check_place(what: str, device: torch.device) -> None:
         raise ValueError(f"{what}: {reason}; fp8 needs a GPU of compute capability 9.0 or above")
 
 
-def check_alone(**given: Any) -> None:
-    """Raise ValueError, which names the first argument that is not None: fp8 takes none of them."""
+def check_alone(activations: str = "dynamic", **given: Any) -> None:
+    """Raise ValueError, which names the first argument that is not its default: fp8 takes none of them."""
+    if activations != "dynamic":
+        raise ValueError(f"activations: expected 'dynamic' with fp8, got {activations!r}")
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}: expected None with fp8, got {value!r}")

@@ -132,7 +132,8 @@ def float_layer_operands(
     """See `LinearKind`. Each module keeps its own panels."""
     if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
         return None
-    return [(m.weight, weight_panels(m, x, gated and m is modules[-2]), None, m.bias, None) for m in modules]
+    panels = [weight_panels(m, x, gated and m is modules[-2]) for m in modules]
+    return [(m.weight, own, None, m.bias, None, None, False) for m, own in zip(modules, panels, strict=True)]
 
 
 def float_feed(x: Tensor, up: Any, down: Any, activation: str | None, gated: Half | None) -> Tensor | None:

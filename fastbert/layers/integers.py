@@ -58,6 +58,9 @@ class IntegerWeight(nn.Module):
         low, high = torch.aminmax(tensor)
         if tensor.dtype == torch.int8 and low < -127:
             return "holds -128; expected integers from -127 to 127"
+        if name == "input_range":
+            holds_zero = bool(tensor.flatten()[0] <= 0 <= tensor.flatten()[-1])
+            return None if holds_zero and torch.isfinite(tensor).all() else "expected a finite range around 0"
         if name != "weight" and not (low > 0 and torch.isfinite(high)):
             return f"expected positive finite {'scales' if name == 'scale' else 'factors'}"
         return None

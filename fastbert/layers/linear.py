@@ -47,8 +47,8 @@ class LinearKind(NamedTuple):
             one product of one or several modules. `owner` keeps what is derived from several. `gated`: of one
             module, see `ops.linear`.
         joins: (x, modules) -> whether `product` takes several modules at once, and is faster that way.
-        layer_operands: (x, owner, modules, gated) -> (weight, panels, scale, bias, smooth) for each product
-            of an encoder layer, as `ops.encoder_layer` describes them. The modules are query, key and value,
+        layer_operands: (x, owner, modules, gated) -> what `ops.encoder_layer` describes as linears, for each
+            product of an encoder layer. The modules are query, key and value,
             or one that is all three, then attention output, intermediate (with both halves if `gated`),
             output, and perhaps a gate. None if they cannot run as a whole layer in `x`'s dtype.
         float_weight: whether `weight` is floating-point, so that another op may read it (`first_attention`,

@@ -1,7 +1,8 @@
 """Quantised models for inference: `model.quantize("int8")`, and on a CPU `accelerate(model, dtype="int8")`.
 
 A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
-is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
+is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py). Instead all
+rows of a layer may have one range, found by calibration, or stay in floating point (`activations`).
 
 The linear layers of every encoder layer are quantised, which do nearly all of a model's arithmetic. The
 pooler, the projection of ELECTRA and ALBERT and the heads are not: they cost little, and no later layer
@@ -50,11 +51,14 @@ class QuantizedLinear(IntegerWeight):
         bias: (out,) or None.
         smooth: (in,) float32, > 0, by which inputs are multiplied before they are rounded; or None. `weight`
             is the weight divided by it; see `smoothing.py`.
+        input_range: (2,) float32, of the inputs times smooth, with "static" activations; else None.
         bits: of a weight in a file, 8 or 4.
+        activations: how inputs are rounded, one of `ACTIVATIONS`.
     """
 
     bias: Tensor | None
     smooth: Tensor | None
+    input_range: Tensor | None
 
     def __init__(
         self,
@@ -67,13 +71,20 @@ class QuantizedLinear(IntegerWeight):
     ) -> None:
         super().__init__(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         self.in_features, self.out_features, self.bits = in_features, out_features, 8
+        self.activations = "dynamic"
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
         self.register_buffer("smooth", None)
+        self.register_buffer("input_range", None)
 
     @classmethod
     @torch.no_grad()
     def from_linear(
-        cls, linear: nn.Module, name: str = "linear", bits: int = 8, smooth: Tensor | None = None
+        cls,
+        linear: nn.Module,
+        name: str = "linear",
+        bits: int = 8,
+        smooth: Tensor | None = None,
+        input_range: Tensor | None = None,
     ) -> QuantizedLinear:
         """The quantised copy of an nn.Linear: symmetric, with scale = max |weight| / 127 per output channel.
 
@@ -84,7 +95,7 @@ class QuantizedLinear(IntegerWeight):
             linear: an nn.Linear, which is not changed.
             name: the layer's name in errors.
             bits: 8 or 4.
-            smooth: see `QuantizedLinear`; the copy's own.
+            smooth, input_range: see `QuantizedLinear`; the copy's own.
 
         Raises:
             TypeError: `linear` is no nn.Linear with floating-point weights.
@@ -96,7 +107,7 @@ class QuantizedLinear(IntegerWeight):
         weight, bias = linear.weight, linear.bias
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
-        made.bits, made.smooth = bits, smooth
+        made.bits, made.smooth, made.input_range = bits, smooth, input_range
         if weight.is_meta or weight.numel() == 0:
             if made.bias is not None and not made.bias.is_meta:
                 check_finite(weight, bias, name)
@@ -123,8 +134,13 @@ class QuantizedLinear(IntegerWeight):
     def extra_repr(self) -> str:
         """Shown between the parentheses of `repr`."""
         out, bias = self.out_features, self.bias is not None
-        smooth = "" if self.smooth is None else ", smooth=True"
-        return f"in_features={self.in_features}, out_features={out}, bias={bias}{smooth}"
+        more = "" if self.smooth is None else ", smooth=True"
+        more += "" if self.activations == "dynamic" else f", activations={self.activations!r}"
+        return f"in_features={self.in_features}, out_features={out}, bias={bias}{more}"
+
+    def rows(self) -> tuple[Tensor | None, Tensor | None, bool]:
+        """smooth, input_range and float_rows for `linear_int8`."""
+        return self.smooth, self.input_range, self.activations == "float"
 
 
 def rounded_channels(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -168,11 +184,11 @@ def int8_product(
     """
     if torch.compiler.is_compiling():
         biased = with_bias and modules[0].bias is not None
-        return linear_int8(x, *_joined(modules, biased), activation, None, gated, modules[0].smooth)
+        return linear_int8(x, *_joined(modules, biased), activation, None, gated, *modules[0].rows())
     dtype = x.dtype if x.dtype == torch.float64 else checks.autocast_dtype(x) or x.dtype
     how = with_bias, gated is not None
     weight, scale, bias, panels = int8_operands(x.device, dtype, owner, modules, *how)
-    return linear_int8(x, weight, scale, bias, activation, panels, gated, modules[0].smooth)
+    return linear_int8(x, weight, scale, bias, activation, panels, gated, *modules[0].rows())
 
 
 def int8_operands(
@@ -205,24 +221,28 @@ def int8_operands(
 
 def int8_joins(x: Tensor, modules: Sequence[Any]) -> bool:
     """Whether the modules can be one product, which is faster because `x` is quantised once."""
-    factors = [m.smooth for m in modules if m.smooth is not None]
-    if len({m.bias is None for m in modules}) > 1 or len(factors) not in (0, len(modules)):
+    rows = [m.rows() for m in modules]
+    if len({(smooth is None, ends is None, floats) for smooth, ends, floats in rows}) > 1:
         return False
-    if len(factors) < 2:
+    if len({m.bias is None for m in modules}) > 1:
+        return False
+    given = [t for own in rows for t in own[:2] if isinstance(t, Tensor)]
+    each = len(given) // len(modules)
+    if len(modules) == 1 or each == 0:
         return True
     if torch.compiler.is_compiling():
         return False
 
     def are_equal() -> bool:
-        return all(torch.equal(factors[0], each) for each in factors[1:])
+        return all(torch.equal(given[i % each], t) for i, t in enumerate(given))
 
-    return prepared.derived(modules[0], "equal factors", tuple(factors), are_equal)
+    return prepared.derived(modules[0], "equal rows", tuple(given), are_equal)
 
 
 def int8_layer_operands(
     x: Tensor, owner: nn.Module, modules: list[QuantizedLinear], gated: bool = False
-) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]] | None:
-    """(weight, panels, scale, bias, smooth) of query, key and value as one product, and of each layer after.
+) -> list[tuple[Any, ...]] | None:
+    """What `ops.encoder_layer` describes, of query, key and value as one product, and of each layer after.
 
     Args:
         x: rows with the dtype and device that the layer runs in.
@@ -240,7 +260,7 @@ def int8_layer_operands(
     for whose, together in ((owner, qkv), *((m, [m]) for m in after)):
         up = gated and together[0] is modules[-2]
         weight, scale, bias, panels = int8_operands(x.device, x.dtype, whose, together, gated=up)
-        operands.append((weight, panels, scale, bias, together[0].smooth))
+        operands.append((weight, panels, scale, bias, *together[0].rows()))
     return operands
 
 

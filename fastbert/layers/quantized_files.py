@@ -21,6 +21,8 @@ def entry_of(model: nn.Module) -> dict[str, str] | None:
         del entry["weights"], entry["activations"]
     else:
         entry["weights"] = quantizing.WEIGHTS[weights]
+        layers = (m for m in model.modules() if isinstance(m, QuantizedLinear))
+        entry["activations"] = quantizing.ACTIVATIONS[next(layers).activations]
     if embeddings is not None:
         entry["embeddings"] = quantizing.EMBEDDINGS[embeddings]
     if any(isinstance(m, QuantizedLinear) and m.smooth is not None for m in model.modules()):

@@ -29,35 +29,37 @@ MOST = 2.0**16  # the largest s, and 1 / the smallest
 
 
 class _Observed(nn.Linear):
-    """nn.Linear that remembers the largest |x| of each input, over all calls."""
+    """nn.Linear that remembers the least and the largest x of each input and 0, over all calls."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         take_over(self, linear)
-        self.largest = torch.zeros(linear.in_features, device=linear.weight.device)
+        self.ends = torch.zeros(2, linear.in_features, device=linear.weight.device)
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
-        rows = input.detach().reshape(-1, self.in_features).float().abs()
-        # A row of zeros, because there may be no rows
-        self.largest = torch.cat((self.largest[None], rows)).amax(0)
+        rows = input.detach().reshape(-1, self.in_features).float()
+        self.ends = torch.stack(torch.aminmax(torch.cat((self.ends, rows)), dim=0))
         return super().forward(input)
 
 
-def check_smooth(smooth: Any, calibrate: Any) -> None:
-    """Raise ValueError unless `smooth` is None or from 0 to 1, and `calibrate` is given with it alone."""
+def check_calibration(activations: str, smooth: Any, calibrate: Any) -> None:
+    """Raise ValueError unless `smooth` is None or from 0 to 1, and `calibrate` is given if it is needed."""
     number = isinstance(smooth, (int, float)) and not isinstance(smooth, bool)
     if smooth is not None and not (number and 0 <= smooth <= 1):
         raise ValueError(f"smooth: expected None or a number from 0 to 1, got {smooth!r}")
-    if smooth is not None and calibrate is None:
-        raise ValueError("calibrate: expected typical inputs with smooth, got None")
-    if smooth is None and calibrate is not None:
-        raise ValueError("smooth: expected a number from 0 to 1 with calibrate, got None")
+    if smooth is not None and activations == "float":
+        raise ValueError(f"smooth: expected None with activations='float', got {smooth!r}")
+    if calibrate is None and (smooth is not None or activations == "static"):
+        what = "smooth" if smooth is not None else "activations='static'"
+        raise ValueError(f"calibrate: expected typical inputs with {what}, got None")
+    if calibrate is not None and smooth is None and activations != "static":
+        raise ValueError("calibrate: expected None without smooth or activations='static'")
 
 
 @torch.no_grad()
 def ranges(model: nn.Module, linears: Linears, calibrate: Calibration) -> dict[str, Tensor]:
-    """Name -> (in,) float32, the largest |x| of each input of a linear layer.
+    """Name -> (2, in) float32, the least and the largest of 0 and each input of a linear layer.
 
     Args:
         model: a model of this package; it runs in eval mode, and is as before afterwards.
@@ -86,29 +88,29 @@ def ranges(model: nn.Module, linears: Linears, calibrate: Calibration) -> dict[s
             attach(layer, path, module)
         for module, training in modes:
             module.training = training
-    found = {name: module.largest for name, module in observed.items()}
-    if linears and not any(largest.any() for largest in found.values()):
+    found = {name: module.ends for name, module in observed.items()}
+    if linears and not any(ends.any() for ends in found.values()):
         raise ValueError("calibrate: expected at least one input of the model")
-    for name, largest in found.items():
-        if not torch.isfinite(largest).all():
+    for name, ends in found.items():
+        if not torch.isfinite(ends).all():
             raise ValueError(f"calibrate: expected finite inputs of {name}")
     return found
 
 
 @torch.no_grad()
-def smoothing(model: nn.Module, linears: Linears, alpha: float, calibrate: Calibration) -> dict[str, Tensor]:
+def smoothing(found: Mapping[str, Tensor], linears: Linears, alpha: float) -> dict[str, Tensor]:
     """Name -> (in,) float32: 1 / s for each linear layer, as `QuantizedLinear.smooth` has it.
 
-    See `ranges` for the arguments. Layers read the same input if their ranges are equal to the bit. An input
-    that is always 0, or that no weight reads, has s = 1.
+    `found` is what `ranges` returned for `linears`. Layers read the same input if their ranges are equal to
+    the bit. An input that is always 0, or that no weight reads, has s = 1.
     """
-    found, together = ranges(model, linears, calibrate), {}
+    together = {}
     for layer, _, module, name in linears:
         key = id(layer), found[name].cpu().numpy().tobytes()
         together.setdefault(key, []).append((name, module.weight))
     factors = {}
     for members in together.values():
-        largest = found[members[0][0]].double()
+        largest = found[members[0][0]].double().abs().amax(0)
         weights = torch.cat([weight.detach().double().abs() for _, weight in members]).amax(0)
         s = (largest**alpha / weights ** (1 - alpha)).clamp(1 / MOST, MOST)
         s = torch.where((largest > 0) & (weights > 0), s, 1.0)

@@ -127,6 +127,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         weights: str | None = "int8",
         *,
         embeddings: str | None = None,
+        activations: str = "dynamic",
         smooth: float | None = None,
         calibrate: Calibration | None = None,
     ) -> Self:
@@ -142,17 +143,19 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
                 and which runs as int8; "fp8", for a bfloat16 model on a GPU of compute capability 9.0,
                 without further arguments; or None.
             embeddings: "int8", "int4" or None: the table of words, and a decoder that is tied to it.
-            smooth, calibrate: SmoothQuant's alpha, such as 0.5, and typical inputs, for models whose outliers
-                cost accuracy; see `fastbert.layers.quantizing.quantize`.
+            activations: "dynamic": inputs of linear layers in 8 bits, one range per token; "static": one per
+                layer, from `calibrate`; "float": in floating point, so that weights alone are integers.
+            smooth, calibrate: SmoothQuant's alpha, such as 0.5, for models whose outliers cost accuracy, and
+                typical inputs; see `fastbert.layers.quantizing.quantize`.
 
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
         """
         if weights == "fp8":
-            float8.check_alone(embeddings=embeddings, smooth=smooth, calibrate=calibrate)
+            float8.check_alone(activations, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
             return float8.quantize(self)
-        quantizing.quantize(self, weights, embeddings=embeddings, smooth=smooth, calibrate=calibrate)
-        return self
+        rows = {"activations": activations, "smooth": smooth, "calibrate": calibrate}
+        return quantizing.quantize(self, weights, embeddings=embeddings, **rows)
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:

@@ -24,11 +24,12 @@ fixed cost of nine calls and the memory of their results, which counts where tok
 Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
 
     encoder_layer_weights(linears, norms, scratch, gated) -> weights
-        linears: (weight, panels, scale, bias, smooth) of query, key, value, attention output, intermediate
-        and output, or of query, key and value joined, attention output, …; with panels as the backend's
-        `linear_panels` makes them and scale None. Those of 8-bit layers are joined, with panels as
-        `linear_int8_panels` makes them. bias and smooth may be None. One more is the activated factor of the
-        intermediate layer's rows. gated: whether the intermediate layer has both factors, and panels for
+        linears: (weight, panels, scale, bias, smooth, input_range, float_rows) of query, key, value,
+        attention output, intermediate and output, or of query, key and value joined, attention output, …;
+        with panels as the backend's `linear_panels` makes them and scale None. Those of 8-bit layers are
+        joined, with panels as `linear_int8_panels` makes them; the last three are as in `ops.linear_int8`.
+        bias, smooth and input_range may be None. One more is the activated factor of the intermediate
+        layer's rows. gated: whether the intermediate layer has both factors, and panels for
         that. panels may be None: then they are made for the call, in the memory that the list `scratch`
         holds or gets, and the layer works there too. The next call with that list overwrites it. With
         scratch None the weights own the memory.

@@ -1,4 +1,4 @@
-r"""Linear layer on 8-bit integers: x is quantised in the call, the weight beforehand. Inference only.
+r"""Linear layer with a weight of 8-bit integers; x is quantised in the call. Inference only.
 
 Per row of x, in float32 whatever x's dtype (float64 is rounded first), each operation rounded once:
 
@@ -9,6 +9,9 @@ Per row of x, in float32 whatever x's dtype (float64 is rounded first), each ope
     zero = round(-lo inv)                             0 … 255
     u_i = clamp(round(x_i inv) + zero, 0, 255)
 
+With `input_range`, of two elements, lo = min(0, input_range[0]) and hi = max(0, input_range[1]) in every row:
+what lies outside is clipped, by the clamp above.
+
 `round` takes halves to the even integer, and rounds before `zero` is added. With weight (out, in) of integers
 from -127 to 127 and scale (out,):
 
@@ -16,11 +19,14 @@ from -127 to 127 and scale (out,):
     y_c = act(float(acc_c) (step scale_c) + bias_c)   in float32 (float64 for float64 x), rounded once
 
 The last bit of `inv` can change some u by one, so the arithmetic up to `acc` is specified here to the bit. A
-row of x smooth with NaN or infinity in it, or whose hi - lo overflows float32, makes a row of NaN. The
+row of x smooth with NaN or infinity in it, or where hi - lo overflows float32, makes a row of NaN. The
 integers fit in 32 bits up to in = 65,536; a larger `in` raises.
 
 With a gate, one half of the columns is activated and multiplies the other one before that rounding, as in
 `linear`.
+
+With `float_rows` x stays as it is: y_c = act((Σ_i x_i weight_ci) scale_c + bias_c), or the same with the
+scale in each weight.
 
 A backend may read the weight in its own order: `linear_int8_panels(weight, gated)` in its namespace makes
 such a copy, which the op gets as `panels`. There is no backward: integers have no gradient.
@@ -47,7 +53,7 @@ SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step over
 
 
 class LinearInt8Inputs(NamedTuple):
-    """What forward computes from; `x` is (rows, in)."""
+    """What forward computes from; `x` is (rows, in). `float_rows` excludes `smooth` and `input_range`."""
 
     x: Tensor
     weight: Tensor
@@ -57,23 +63,31 @@ class LinearInt8Inputs(NamedTuple):
     panels: Tensor | None = None
     gated: str | None = None
     smooth: Tensor | None = None
+    input_range: Tensor | None = None
+    float_rows: bool = False
 
     def new_output(self) -> Tensor:
         """Memory for y."""
         return self.x.new_empty(self.x.shape[0], self.weight.shape[0] // (1 if self.gated is None else 2))
 
 
-def quantize_rows(x: Tensor, smooth: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, smooth: Tensor | None = None, input_range: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(u - zero, zero, step) of 2-D `x`: float32 (rows, in), (rows, 1), (rows, 1).
 
-    Where a row has no finite range its integers are 0 and its step is NaN.
+    Where a row or its range is not finite its integers are 0 and its step is NaN.
     """
     x = x.float() if smooth is None else x.float() * smooth
-    lo, hi = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    if input_range is None:
+        lo, hi = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    else:
+        lo, hi = input_range.expand(x.shape[0], 2).split(1, 1)
+    lo, hi = lo.clamp(max=0), hi.clamp(min=0)
     width = hi - lo
     step = width / width.new_full((), 255.0)  # by a Python number, a GPU would multiply by its reciprocal
     step = step.masked_fill(step < SMALLEST_STEP, 1.0)
-    bad = ~torch.isfinite(step)
+    bad = ~(torch.isfinite(step) & torch.isfinite(x).all(1, keepdim=True))
     inv = 1.0 / step.masked_fill(bad, 1.0)
     zero = torch.round(-lo * inv).masked_fill(bad, 0.0)
     u = (torch.round(x * inv) + zero).clamp(0, 255).masked_fill(bad, 0.0)
@@ -88,12 +102,18 @@ def linear_int8_ref(
     activation: str | None = None,
     gated: str | None = None,
     smooth: Tensor | None = None,
+    input_range: Tensor | None = None,
+    float_rows: bool = False,
 ) -> Tensor:
-    """Plain PyTorch on 2-D `x`; exact sums, the epilogue in float64 for float64 `x`, else in float32."""
+    """Plain PyTorch on 2-D `x`; sums in float64, the epilogue in float64 for float64 `x`, else in float32."""
     compute = checks.compute_dtype(x)
-    centred, _, step = quantize_rows(x, smooth)
-    acc = centred.double() @ weight.double().T  # below 2**31: exact in any order
-    pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
+    if float_rows:
+        rows, factors = x, scale.to(compute)
+    else:
+        rows, _, step = quantize_rows(x, smooth, input_range)
+        factors = step.to(compute) * scale.to(compute)
+    acc = rows.double() @ weight.double().T  # of integers below 2**31: exact in any order
+    pre = acc.to(compute) * factors
     if bias is not None:
         pre = pre + bias.to(compute)
     return activate_ref(pre, activation, gated).to(x.dtype)
@@ -112,6 +132,8 @@ def linear_int8_fwd(
     panels: Tensor | None,
     gated: str | None,
     smooth: Tensor | None = None,
+    input_range: Tensor | None = None,
+    float_rows: bool = False,
 ) -> Tensor:
     """y for 2-D `x`."""
     _, depth = checks.matrix("x", x)
@@ -124,7 +146,10 @@ def linear_int8_fwd(
     if panels is not None:
         checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
     checks.operand("smooth", smooth, (depth,), (torch.float32,), x)
-    inputs = LinearInt8Inputs(x, weight, scale, bias, activation, panels, gated, smooth)
+    checks.operand("input_range", input_range, (2,), (torch.float32,), x)
+    _check_rounded(float_rows, smooth, input_range)
+    rows = smooth, input_range, float_rows
+    inputs = LinearInt8Inputs(x, weight, scale, bias, activation, panels, gated, *rows)
     return dispatch.call("linear_int8_fwd", x, inputs)
 
 
@@ -153,6 +178,8 @@ def linear_int8(
     panels: Tensor | None = None,
     gated: str | None = None,
     smooth: Tensor | None = None,
+    input_range: Tensor | None = None,
+    float_rows: bool = False,
 ) -> Tensor:
     """act(x @ (weight * scale).T + bias) with each row of x rounded to 8 bits, on integers.
 
@@ -168,6 +195,9 @@ def linear_int8(
         gated: "first", "second" or None, as in `linear`.
         smooth: (in,) float32, by which each row of x is multiplied before it is rounded; or None. `weight` is
             the weight divided by it.
+        input_range: (2,) float32, the least and the largest x smooth, the same for all rows: what lies
+            outside is clipped. None: each row has its own.
+        float_rows: leave x as it is, and multiply in floating point.
 
     Returns:
         y (..., out), gated (..., out / 2), of `x`'s dtype. An input without rows has an output without rows;
@@ -199,10 +229,16 @@ def linear_int8(
         _typed("smooth", smooth, torch.float32, x)
         checks.shape("smooth", smooth, x.shape[-1:])
         smooth = smooth.contiguous()
+    if input_range is not None:
+        _typed("input_range", input_range, torch.float32, x)
+        checks.shape("input_range", input_range, (2,))
+        input_range = input_range.contiguous()
+    _check_rounded(float_rows, smooth, input_range)
     if panels is not None:
         _typed("panels", panels, torch.uint8, x)
     if torch.is_grad_enabled():
-        for name, tensor in (("x", x), ("scale", scale), ("bias", bias), ("smooth", smooth)):
+        given = {"x": x, "scale": scale, "bias": bias, "smooth": smooth, "input_range": input_range}
+        for name, tensor in given.items():
             if tensor is not None and tensor.requires_grad:
                 raise RuntimeError(
                     f"{name}: requires a gradient, and 8-bit weights have none: a quantised model cannot be "
@@ -214,7 +250,8 @@ def linear_int8(
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
     inputs = LinearInt8Inputs(
-        *(checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated, smooth)
+        *(checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels, gated),
+        *(smooth, input_range, float_rows),
     )
     if torch.compiler.is_compiling():
         y = linear_int8_fwd(*inputs)
@@ -226,6 +263,14 @@ def linear_int8(
 def _check_depth(depth: int) -> None:
     if depth > MOST_INPUTS:
         raise ValueError(f"x: expected at most {MOST_INPUTS} elements per row, got {depth}")
+
+
+def _check_rounded(float_rows: bool, smooth: Tensor | None, input_range: Tensor | None) -> None:
+    if not isinstance(float_rows, bool):
+        raise TypeError(f"float_rows: expected True or False, got {float_rows!r}")
+    for name, given in (("smooth", smooth), ("input_range", input_range)):
+        if float_rows and given is not None:
+            raise ValueError(f"{name}: expected None with float_rows, got a tensor")
 
 
 def _typed(name: str, t: object, dtype: torch.dtype, x: Tensor) -> None:

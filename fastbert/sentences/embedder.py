@@ -54,6 +54,7 @@ class Embedder(TextModel):
         weights: str | None = "int8",
         *,
         embeddings: str | None = None,
+        activations: str = "dynamic",
         smooth: float | None = None,
         calibrate: Sequence[str] | None = None,
     ) -> Self:
@@ -62,11 +63,12 @@ class Embedder(TextModel):
         Do not call it while other threads encode.
 
         Args:
-            weights, embeddings, smooth: see `PreTrainedModel.quantize`.
-            calibrate: typical texts, for `smooth`.
+            weights, embeddings, activations, smooth: see `PreTrainedModel.quantize`.
+            calibrate: typical texts, for `smooth` and static activations.
         """
         run = None if calibrate is None else functools.partial(self.encode, calibrate)
-        self.model.quantize(weights, embeddings=embeddings, smooth=smooth, calibrate=run)
+        rows = {"activations": activations, "smooth": smooth, "calibrate": run}
+        self.model.quantize(weights, embeddings=embeddings, **rows)
         return self
 
     def _forward(self, tokens: TokenBatch) -> np.ndarray:

@@ -117,6 +117,23 @@ def test_smoothing_by_typical_texts(folder, tmp_path, capsys, texts, kind):
     assert all(torch.equal(value, state[key]) for key, value in expected.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", ["static", "float"])
+def test_activations(folder, tmp_path, texts, kind):
+    lines, more = texts.read_text(encoding="utf-8").splitlines(), {}
+    given = ["--activations", kind, *(["--calibrate", texts] if kind == "static" else [])]
+    assert quantize(folder, "encoder", tmp_path / "out", *given) == 0
+    expected, found = (
+        model_of(str(each), "cpu", pooler=True) for each in (folder / "encoder", tmp_path / "out")
+    )
+    if kind == "static":
+        encoder = SentenceEncoder(expected.base_model, load_tokenizer(folder / "encoder"))
+        more = {"calibrate": lambda: encoder.encode(lines)}
+    state = expected.quantize(activations=kind, **more).state_dict()
+    assert state.keys() == found.state_dict().keys()
+    assert any(key.endswith(".input_range") for key in state) == (kind == "static")
+    assert all(torch.equal(value, found.state_dict()[key]) for key, value in state.items())
+
+
 def test_an_encoder_keeps_its_pooler(folder, tmp_path, capsys):
     assert quantize(folder, "encoder", tmp_path / "out", "--report") == 0
     found = fastbert.BertModel.from_pretrained(tmp_path / "out")
@@ -141,7 +158,9 @@ def test_mistakes(folder, tmp_path, capsys):
     shutil.copytree(folder / "classes", tmp_path / "there")
     for more, message in (
         (["--weights", "float"], "--weights, --embeddings: expected bits for at least one"),
-        (["--smooth", "0.5"], "--smooth, --calibrate: expected both or neither"),
+        (["--smooth", "0.5"], "calibrate: expected typical inputs with smooth, got None"),
+        (["--activations", "static"], "calibrate: expected typical inputs with activations='static'"),
+        (["--calibrate", tmp_path / "there" / "vocab.txt"], "calibrate: expected None without smooth"),
         (
             ["--smooth", "2", "--calibrate", tmp_path / "there" / "vocab.txt"],
             "smooth: expected None or a number",

@@ -13,8 +13,9 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear_int8 as launcher
 from fastbert.ops.activation import ACTIVATIONS, activate_ref, halves
+from fastbert.ops.linear import linear, panel_maker
 from fastbert.ops.linear_int8 import LinearInt8Inputs, quantize_rows
-from fastbert.runtime import loader
+from fastbert.runtime import dispatch, loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_fixtures import using_isa
@@ -35,7 +36,25 @@ def without_vnni():
     library.pairs_panels_size.argtypes = (i64, i64, ctypes.c_bool)
     library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int, ctypes.c_bool)
     code, p = ctypes.c_int, pointer
-    library.pairs_product.argtypes = (code, i64, i64, i64, p, i64, p, p, p, code, code, p, code, code, p)
+    library.pairs_product.argtypes = (
+        code,
+        i64,
+        i64,
+        i64,
+        p,
+        i64,
+        p,
+        p,
+        p,
+        code,
+        code,
+        p,
+        code,
+        code,
+        p,
+        p,
+        ctypes.c_bool,
+    )
     library.pairs_start.argtypes = (ctypes.c_size_t,)
     assert library.pairs_start(loader._runtime()["gomp_parallel"])
 
@@ -79,9 +98,9 @@ def scales(out, seed=0):
     return 0.001 * (0.5 + torch.rand(out, generator=torch.Generator().manual_seed(seed)))
 
 
-def exact(x, weight, scale, bias=None, smooth=None):
+def exact(x, weight, scale, bias=None, smooth=None, input_range=None):
     """The argument of the activation in float32: exact sums, then the contract's three roundings."""
-    centred, _, step = quantize_rows(x, smooth)
+    centred, _, step = quantize_rows(x, smooth, input_range)
     acc = centred.long() @ weight.long().T
     assert acc.abs().max() < 2**31 if acc.numel() else True
     pre = acc.float() * (step * scale)
@@ -248,6 +267,67 @@ def test_smooth_factors(isa, dtype, stride, guarded):
     assert product(x, weight, scale, bias, smooth=smooth).isnan().all()
     smooth[3] = math.nan
     assert product(x, weight, scale, bias, smooth=smooth).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "ends", ((-1.0, 0.5), (-100.0, 90.0), (-3.0, -0.25), (0.25, 1e-3), (-3e38, 3e38)), ids=str
+)
+def test_one_range_for_all_rows(isa, dtype, ends, guarded):
+    """It clips, or is wider than the rows; an end on the other side of 0 is 0. NaN is seen all the same."""
+    given = torch.tensor(ends)
+    for depth in (1, 2, 5, 16, 33, 100, 257):
+        x, _memory = strided_rows(9, depth, dtype, 3, seed=depth)
+        smooth = torch.rand(depth, generator=torch.Generator().manual_seed(depth)).mul_(8).sub_(4).exp2_()
+        weight, scale, bias = integers(70, depth), scales(70), randn(70, seed=3)
+        x[4, depth - 1], x[5, 0], x[6] = math.nan, math.inf, -math.inf
+        for factors in (None, smooth):
+            y = product(x, weight, scale, bias, smooth=factors, input_range=given)
+            truth = exact(x, weight, scale, bias, factors, given).to(dtype)
+            torch.testing.assert_close(y, truth, rtol=0, atol=0, equal_nan=True)
+            bad = [4, 5, 6] if ends[1] < 1e38 else [*range(9)]
+            assert y.isnan().all(1).nonzero().flatten().tolist() == bad
+    one = randn(1, 40, dtype=dtype)
+    own = torch.stack(torch.aminmax(one.float()))
+    weight, scale = integers(70, 40), scales(70)
+    assert_same_bits(product(one, weight, scale, input_range=own), product(one, weight, scale))
+
+
+# rows, depth, columns: tiles and blocks of rows, depths of less than a group and of several passes
+FLOAT_SIZES = [
+    *((7, n, 67) for n in (*range(1, 12), 31, 32, 33, 127, 128, 129, 1023, 1025, 2100)),
+    *((n, 37, 130) for n in (1, 6, 13, 159, 161, 330)),
+    *((5, 9, n) for n in (1, 31, 63, 64, 65, 1030)),
+]
+
+
+@pytest.fixture(params=("avx2", "avx2_vnni", "avx512", "avx512_bf16"))
+def float_isa(request):
+    yield from using_isa(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", (None, "first", "second"))
+def test_rows_in_floating_point(float_isa, dtype, gated, guarded):
+    """Bit-equal to `linear` on the weight in float32, whose result is rounded once."""
+    for i, (rows, depth, columns) in enumerate(FLOAT_SIZES):
+        columns *= 1 if gated is None else 2
+        x, memory = strided_rows(rows, depth, dtype, 5, seed=1)
+        before, weight, scale = memory.clone(), integers(columns, depth), scales(columns)
+        bias = None if i % 3 == 0 else randn(columns, dtype=(torch.float32, dtype)[i % 2], seed=3)
+        activation = "relu" if gated or i % 2 else None
+        y = product(x, weight, scale, bias, activation, None, gated, float_rows=True)
+        panels = cpu.linear_int8_panels(weight, gated is not None)
+        assert_same_bits(product(x, weight, scale, bias, activation, panels, gated, float_rows=True), y)
+        wide = [x.float(), weight.float() * scale[:, None], None if bias is None else bias.float()]
+        make = panel_maker(x.device, torch.float32, rows, gated is not None)
+        with dispatch.use_backend(linear="cpu"), torch.no_grad():
+            expected = linear(*wide, activation, panels=make(wide[1]), gated=gated)
+        assert_same_bits(y, expected.to(dtype))
+        assert_same_bits(memory, before, "an input was written")
+    assert_same_on_any_threads(
+        lambda: [product(x, weight, scale, bias, activation, panels, gated, float_rows=True)], repeats=5
+    )
 
 
 # --- packing ----------------------------------------------------------------------------------------------

@@ -110,8 +110,11 @@ FAULTS = (
     _fault("wide residual's rows side by side", "r * layer.x_stride * size, hidden * size", "r * hidden * size, hidden * size"),
     _fault("only the first rows' residual", "r = rows.begin; layer.x", "r = 0; layer.x"),
     _fault("NoNorm's weight for its bias in 8 bits", "epilogue.no_norm.bias.data,", "epilogue.no_norm.weight.data,", _PARTS),
-    _fault("8-bit factors not handed on", "w.smooth};", "nullptr};", _PARTS),
-    _fault("8-bit factors not read", "return {panels, scale, bias, address<const float>()};", "return {panels, scale, bias, (address<const float>(), nullptr)};", _BINDING),
+    _fault("8-bit factors not handed on", "w.smooth,\n", "nullptr,\n", _PARTS),
+    _fault("one range not handed on", "w.range};", "nullptr};", _PARTS),
+    _fault("rows of weights alone rounded", "w.scale != nullptr && !w.float_rows", "w.scale != nullptr", _PARTS),
+    _fault("factors of weights alone lost", "args.scale = w.scale;", "args.scale = nullptr;", _PARTS),
+    _fault("8-bit factors not read", "return {panels, scale, bias, smooth,", "return {panels, scale, bias, nullptr,", _BINDING),
     _fault("last block forgotten", "    own.feeds.push_back({args.intermediate, args.output, args.output_norm});\n", "", _BINDING),
     _fault("output's bottleneck for the residual's", "own.output = number.linear();", "own.output = (number.linear(), own.residual);", _BINDING),
     _fault("NoNorm of what is not rounded", "if (args.multiplies || args.norm_weight != nullptr) z =", "if (args.multiplies) z =", _LINEAR),
@@ -127,5 +130,6 @@ TESTS = (
     "tests/execution/test_cpu_distances.py",
     "tests/models/test_layer_forms.py",
     "tests/layers/test_smoothing.py",
+    "tests/layers/test_activations.py",
 )
 SUITE = Suite(faults=FAULTS, tests=TESTS, **IN_PLACE)

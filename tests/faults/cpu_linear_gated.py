@@ -26,7 +26,7 @@ FAULTS = (
     _fault("kept second half a row too early", "out + width * kRowsOfLine<T, Line>);", "out + width);", _PANELS),
     _fault("kept panel filled with the other half", "less(width, half - first)", "less(width, args.columns - first)", _PANELS),
     # tasks
-    _fault("bias of the second half forgotten", "widened(args.bias, begin + j)", "widened(args.bias, j)", _TASKS),
+    _fault("bias of the second half forgotten", "widened(from, begin + j)", "widened(from, j)", _TASKS),
     _fault("last panels lost", "std::min(padded, column + columns), next,", "std::min(args.columns, column + columns), next,", _TASKS),
     # the gradient
     _fault("gradient of the other half", "args.gate == Gate::kFirst ? 0 : columns, other", "args.gate == Gate::kSecond ? 0 : columns, other", _PANELS),

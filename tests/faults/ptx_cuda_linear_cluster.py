@@ -1,6 +1,6 @@
 """Faults of products by clusters and of chained launches, in the PTX emulator."""
 
-# ruff: noqa: E501 (a table)
+
 
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 

@@ -61,8 +61,9 @@ def test_ranges_are_those_of_the_real_tokens(family):
     for name, given in seen.items():
         # The rows of DeBERTa's table of distances are no tokens
         if given[0].dim() == 3 and not (family == "deberta-v2" and "self" in name):
-            largest = torch.cat([x[kept] for x in given]).abs().amax(0)
-            torch.testing.assert_close(found[name], largest, rtol=1e-3, atol=1e-4)
+            rows = torch.nn.functional.pad(torch.cat([x[kept] for x in given]), (0, 0, 1, 0))
+            ends = torch.stack(torch.aminmax(rows, dim=0))
+            torch.testing.assert_close(found[name], ends, rtol=1e-3, atol=1e-4)
 
 
 def test_ranges_are_over_all_inputs():
@@ -72,8 +73,9 @@ def test_ranges_are_over_all_inputs():
     first, second, both = (
         smoothing.ranges(model, linears, each) for each in ([given], [other], [given, other])
     )
-    for name, largest in both.items():
-        assert torch.equal(largest, torch.maximum(first[name], second[name]))
+    for name, (least, largest) in both.items():
+        assert torch.equal(least, torch.minimum(first[name][0], second[name][0]))
+        assert torch.equal(largest, torch.maximum(first[name][1], second[name][1]))
         assert not torch.equal(first[name], second[name])
 
 
@@ -81,15 +83,15 @@ def test_ranges_are_over_all_inputs():
 def test_the_factors_are_those_of_the_paper(alpha):
     model = uneven()
     linears = [*each_linear(model)]
-    largest = smoothing.ranges(model, linears, inputs(model))
-    found = smoothing.smoothing(model, linears, alpha, inputs(model))
+    ranges = smoothing.ranges(model, linears, inputs(model))
+    found = smoothing.smoothing(ranges, linears, alpha)
     by_name = layers_of(model)
     names = [name for name in by_name if name.startswith("encoder.layer.1.")]
     groups = [[name for name in names if ".self." in name], *([n] for n in names if ".self." not in n)]
     assert [len(group) for group in groups] == [3, 1, 1, 1]
     for group in groups:
         weights = torch.cat([by_name[name].weight.detach() for name in group]).abs().amax(0)
-        s = largest[group[0]] ** alpha / weights ** (1 - alpha)
+        s = ranges[group[0]].abs().amax(0) ** alpha / weights ** (1 - alpha)
         for name in group:
             torch.testing.assert_close(found[name], 1 / s)
     for name, module in by_name.items():
@@ -203,7 +205,21 @@ BAD = [
         ValueError,
         "calibrate: expected typical inputs with smooth, got None",
     ),
-    ({"smooth": None}, ValueError, "smooth: expected a number from 0 to 1 with calibrate, got None"),
+    ({"smooth": None}, ValueError, "calibrate: expected None without smooth or activations='static'"),
+    ({"activations": "float"}, ValueError, "smooth: expected None with activations='float', got 0.5"),
+    (
+        {"activations": "static", "smooth": None, "calibrate": None},
+        ValueError,
+        "calibrate: expected typical inputs with activations='static', got None",
+    ),
+    ({"activations": "none"}, ValueError, "activations: expected 'dynamic', 'static', 'float', got 'none'"),
+    ({"activations": None}, ValueError, "activations: expected 'dynamic', 'static', 'float', got None"),
+    (
+        {"weights": None, "embeddings": "int8", "activations": "static"},
+        ValueError,
+        "activations: expected 'dynamic' without weights, got 'static'",
+    ),
+    ({"weights": "fp8", "activations": "float"}, ValueError, "activations: expected 'dynamic' with fp8"),
     ({"calibrate": []}, ValueError, "calibrate: expected at least one input"),
     ({"calibrate": [3]}, TypeError, "calibrate: expected dicts of inputs, got int"),
 ]

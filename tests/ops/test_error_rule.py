@@ -41,9 +41,9 @@ class PackedLinear(LinearCase):
 class PackedInt8(LinearInt8Case):
     """The weight is given as panels."""
 
-    def call(self, x, weight, scale, bias, smooth=None):
-        panels = linear_int8_panels(x.device, x.dtype)(weight)
-        return linear_int8(x, weight, scale, bias, self.activation, panels, self.gated, smooth)
+    def call(self, x, weight, scale, bias, **rows):
+        panels, rows = linear_int8_panels(x.device, x.dtype)(weight), rows | {"float_rows": self.float_rows}
+        return linear_int8(x, weight, scale, bias, self.activation, panels, self.gated, **rows)
 
 
 PACKED = {"linear": PackedLinear, "linear_int8": PackedInt8}

@@ -144,7 +144,7 @@ def test_packed_weights_and_layers_of_negative_views(int8):
     results = []
     for change in (lambda t: t, negated):
         weights = make(
-            [(change(w), None, None, change(b), None) for w, b in linears],
+            [(change(w), None, None, change(b), None, None, False) for w, b in linears],
             [tuple(map(change, n)) for n in norms],
         )
         results.append(layer_call(**{**operands, "weights": weights}))

@@ -39,9 +39,9 @@ def run(request):
     """`linear_int8` pinned to a backend."""
     which, with_packed = request.param
 
-    def call(x, weight, scale, bias=None, activation=None):
+    def call(x, weight, scale, bias=None, activation=None, **rows):
         packed = panel_maker(x.device, x.dtype)(weight) if with_packed else None
-        return linear_int8(x, weight, scale, bias, activation, packed)
+        return linear_int8(x, weight, scale, bias, activation, packed, **rows)
 
     call.backend = which
     with dispatch.use_backend(linear_int8=which):
@@ -64,11 +64,13 @@ def test_an_integer_off_by_one_is_outside_the_rule(monkeypatch):
 # --- the integers -------------------------------------------------------------------------------------------
 
 
-def by_numpy(x, weight, scale):
+def by_numpy(x, weight, scale, ends=None):
     """The contract in NumPy's float32, one rounding per operation, sums in int64: (y float32, u, zero)."""
     x = x.float().numpy()
     lo = np.minimum(np.float32(0), x.min(1, keepdims=True))
     hi = np.maximum(np.float32(0), x.max(1, keepdims=True))
+    if ends is not None:
+        lo, hi = (np.full_like(lo, end) for end in ends)
     step = (hi - lo) / np.float32(255)
     step[step < np.finfo(np.float32).tiny] = 1
     inv = np.float32(1) / step
@@ -139,6 +141,33 @@ def test_integers_are_equal_to_the_bit(run, dtype, kind):
     eye = torch.eye(x.shape[1], dtype=torch.int8)
     one_hot = run(x, eye, torch.ones(x.shape[1]))
     assert torch.equal(one_hot, by_numpy(x, eye, torch.ones(x.shape[1]))[0].to(dtype))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "extremes"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
+def test_a_range_for_all_rows(run, dtype, kind):
+    x, ends = rows(kind, dtype), (-0.75, 3.5)
+    weight, scale = random_weight(40, x.shape[1])
+    expected = by_numpy(x, weight, scale, ends)[0]
+    y = run(x, weight, scale, input_range=torch.tensor(ends))
+    assert torch.equal(y, expected.to(dtype))
+    x[3, 5], x[4, 0], x[5, 1] = float("nan"), float("inf"), float("-inf")
+    spoiled = run(x, weight, scale, input_range=torch.tensor(ends))
+    assert spoiled[3:6].isnan().all()
+    assert torch.equal(spoiled[6:], y[6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_rows_in_floating_point_are_not_rounded(run, dtype):
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight, scale = random_weight(40, 24)
+    if not serves(run.backend, dtype):
+        pytest.skip("not stored")
+    y, truth = (
+        run(x, weight, scale, float_rows=True),
+        x.double() @ (weight.double() * scale.double()[:, None]).T,
+    )
+    assert ((y - truth).abs() <= 4 * torch.finfo(dtype).eps * truth.abs().amax()).all()
 
 
 @pytest.mark.parametrize("width", [65_535, 65_536])
@@ -239,12 +268,13 @@ def test_autocast_casts_as_linear_does(run, autocast):
             assert linear_int8(x.double(), weight, scale).dtype == torch.float64
 
 
-@pytest.mark.parametrize("gated", [None, "second"])
-def test_compiled_is_eager(gated):
+@pytest.mark.parametrize(("gated", "float_rows"), [(None, False), ("second", False), (None, True)])
+def test_compiled_is_eager(gated, float_rows):
     weight, scale = random_weight(10, 24)
 
     def step(x, w, s, b):  # a producer that permutes
-        return linear_int8(x.transpose(0, 1), w, s, b, "gelu", gated=gated).transpose(0, 1)
+        y = linear_int8(x.transpose(0, 1), w, s, b, "gelu", gated=gated, float_rows=float_rows)
+        return y.transpose(0, 1)
 
     assert_compiled_is_eager(step, lambda tokens: (torch.randn(6, tokens, 24), weight, scale, torch.ones(10)))
 

@@ -231,7 +231,7 @@ def call_linear_int8(kernels, arch: int, dtype, rows: int, size: tuple[int, int]
     device = kernels.tuning.Device("", divmod(arch, 10), 100)
     with mock.patch.object(kernels.tuning, "device_of", return_value=device):
         panels = t(4 * out, dtype=torch.uint8)
-        kernels.linear_int8_fwd(LinearInt8Inputs(*given, activation, panels, gated, t(depth)))
+        kernels.linear_int8_fwd(LinearInt8Inputs(*given, activation, panels, gated, t(depth), t(2)))
 
 
 def call_embedding(kernels, dtype, hidden: int, everything: bool) -> None:

@@ -52,10 +52,10 @@ def near_ties(count=64, width=40):
     return x.to(DEVICE)
 
 
-def assert_rounded(x, smooth=None):
+def assert_rounded(x, smooth=None, input_range=None):
     """The integers of the contract, to the bit."""
-    v, offset, step = kernels.quantized_rows(x, smooth)
-    centred, zero, expected = quantize_rows(x, smooth)
+    v, offset, step = kernels.quantized_rows(x, smooth, input_range)
+    centred, zero, expected = quantize_rows(x, smooth, input_range)
     assert (v.dtype, offset.dtype, step.dtype) == (torch.int8, torch.int32, torch.float32)
     torch.testing.assert_close(step, expected[:, 0], rtol=0, atol=0, equal_nan=True)
     finite = expected[:, 0].isfinite()
@@ -104,7 +104,11 @@ def test_smooth_and_wide_rows(block, monkeypatch):
     assert_rounded(x)
     x[3, 70], x[4, 71], x[5, 3] = 9.0, -9.0, 1e30
     assert_rounded(x)
-    assert_rounded(x, (torch.arange(75.0, device=DEVICE) / 20 - 1.5).exp2())
+    smooth = (torch.arange(75.0, device=DEVICE) / 20 - 1.5).exp2()
+    assert_rounded(x, smooth)
+    for ends in ((-0.7, 0.4), (-40.0, 30.0), (0.5, 2.0), (-2.0, -0.5), (-3e38, 3e38)):
+        for factors in (None, smooth):
+            assert_rounded(x, factors, torch.tensor(ends, device=DEVICE))
 
 
 @pytest.mark.parametrize("block", [32, 4096])
@@ -116,6 +120,8 @@ def test_rows_without_a_finite_range(block, monkeypatch):
     x[5], x[7] = 1e-44, 1e-37
     x[6, 0], x[6, 1] = 3e38, -3e38
     assert_rounded(x)
+    wide = kernels.quantized_rows(x, None, torch.tensor([-1.0, 1.0], device=DEVICE))[2]
+    assert wide.isnan().tolist() == [False, True, True, True, True, False, False, False]
     step = kernels.quantized_rows(x, None)[2]
     assert step.isnan().tolist() == [False, True, True, True, True, False, True, False]
     y = product(**arguments(8, 70, 9, torch.float32) | {"x": x})
@@ -140,6 +146,7 @@ def test_epilogues(activation, gated):
     assert y.shape == (19, 70 if gated is None else 35)
     assert_right(args | {"bias": None})
     assert_right(args | {"smooth": (torch.arange(40.0, device=DEVICE) / 20 - 1).exp2()})
+    assert_right(args | {"input_range": torch.tensor([-0.5, 1.0], device=DEVICE)})
     assert_right(args | {"x": args["x"].bfloat16()})
 
 
@@ -167,6 +174,13 @@ def test_panels_are_channel_sums():
         assert torch.equal(linear_int8(**args, panels=panels), expected)
         assert torch.equal(linear_int8(**args, panels=panels[:-1]), expected)
         assert not torch.equal(linear_int8(**args, panels=make(args["weight"] + 1)), expected)
+
+
+def test_rows_in_floating_point_are_handed_on():
+    args = arguments(19, 40, 70, torch.float32, activation="gelu")
+    with dispatch.use_backend(linear_int8="triton"):
+        y = linear_int8(**args, float_rows=True)
+    torch.testing.assert_close(y, linear_int8_ref(**args, float_rows=True))
 
 
 def test_no_rows_and_rows_with_gaps():

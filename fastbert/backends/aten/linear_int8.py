@@ -29,12 +29,32 @@ _GPU_STEP = 8
 
 
 def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
-    x, weight, scale, bias, activation, _, gated, smooth = inputs
+    x, weight, scale, bias, activation, _, gated, *_ = inputs
     compute = compute_dtype(x)
+    if inputs.float_rows:
+        pre = (x.to(compute) @ weight.to(compute).t()).mul_(scale.to(compute))
+    else:
+        centred, step = _sums(inputs)
+        pre = centred.to(compute).mul_(step.to(compute) * scale.to(compute))
+    if bias is not None:
+        pre.add_(bias)
+    if gated is None:
+        return _activated(pre, activation, x.dtype).to(x.dtype)
+    active, other = halves(pre, gated)
+    return _activated(active, activation, x.dtype).mul(other).to(x.dtype)
+
+
+def _sums(inputs):
+    """(Σ (u - zero) weight int32 (rows, out), step float32 (rows, 1))."""
+    x, smooth, input_range = inputs.x, inputs.smooth, inputs.input_range
     wide = x.float()
     if smooth is not None:
         wide = wide * smooth
     lo, hi = torch.aminmax(wide, dim=1, keepdim=True)
+    # Rows with NaN or infinity: step * NaN makes the row NaN, whichever integers it has.
+    spoiled = (lo - lo) + (hi - hi)
+    if input_range is not None:
+        lo, hi = (end.expand_as(lo).clone() for end in input_range)
     lo.clamp_(max=0)
     hi.clamp_(min=0)
     width = hi - lo
@@ -42,17 +62,10 @@ def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
     step.masked_fill_(step < SMALLEST_STEP, 1.0)
     inv = 1.0 / step
     zero = (lo * inv).neg_().round_()
-    # Rows with NaN or infinity: step * NaN makes the row NaN, whichever integers it has.
-    step = step + (width - width)
+    step = step + (width - width) + spoiled
     v = (wide * inv).round_().add_(zero).clamp_(0, 255).sub_(128).nan_to_num_(0)
     zero.nan_to_num_(0)
-    pre = _product(v, zero, weight).to(compute).mul_(step.to(compute) * scale.to(compute))
-    if bias is not None:
-        pre.add_(bias)
-    if gated is None:
-        return _activated(pre, activation, x.dtype).to(x.dtype)
-    active, other = halves(pre, gated)
-    return _activated(active, activation, x.dtype).mul(other).to(x.dtype)
+    return _product(v, zero, inputs.weight), step
 
 
 def _product(v, zero, weight):

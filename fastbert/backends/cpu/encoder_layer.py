@@ -22,8 +22,8 @@ from fastbert.runtime.loader import extension as _C
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20
-# In place of a linear layer that is missing, of its smooth factors and of tables.
-_NOTHING = (0, 0, 0, 0, 0)
+# In place of a linear layer that is missing.
+_NOTHING = (0, 0, 0, 0, 0, 0, False)
 
 
 def open_team() -> None:
@@ -35,7 +35,7 @@ def close_team() -> None:
 
 
 def encoder_layer_weights(
-    linears: Sequence[Sequence[TensorOrNone]],
+    linears: Sequence[Sequence[Any]],
     norms: Sequence[Sequence[TensorOrNone]],
     scratch: list[Tensor] | None = None,
     gated: bool = False,
@@ -65,9 +65,9 @@ def _norm_numbers(weight, bias):
     return *vector(weight), *vector(bias)
 
 
-def _linear_numbers(panels, scale, bias, smooth):
-    scale, smooth = (0 if t is None else address(t) for t in (scale, smooth))
-    return address(panels), scale, *vector(bias), smooth
+def _linear_numbers(panels, scale, bias, smooth, input_range, float_rows):
+    scale, *rows = (0 if t is None else address(t) for t in (scale, smooth, input_range))
+    return address(panels), scale, *vector(bias), *rows, float_rows
 
 
 def _bottleneck_numbers(linears, norms):
@@ -86,12 +86,12 @@ def _bottleneck_numbers(linears, norms):
     return tuple(numbers)
 
 
-def _plain(t: TensorOrNone) -> TensorOrNone:
-    return None if t is None else plain(t)
+def _plain(value: Any) -> Any:
+    return plain(value) if isinstance(value, Tensor) else value
 
 
 def _with_panels(linears, scratch, gated):
-    """(panels, scale, bias, smooth) of each; panels made here lie side by side in the scratch memory."""
+    """Each without its weight; panels made here lie side by side in the scratch memory."""
     gates = [gated and each is linears[-2] for each in linears]
     sizes = [
         0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0], gate)
@@ -207,8 +207,8 @@ def _numbers(layers, hidden, tables, start):
             raise RuntimeError(f"weights: panels made for {made_with}, and {isa} is in use now")
         count = len(made_for[0])
         shapes, columns = _shapes(layer, hidden, count)
-        norms = held[4 * count :]
-        last, int8 = held[12 if count < 6 else 20], held[1] is not None  # panels of the output layer
+        norms = held[6 * count :]
+        last, int8 = held[18 if count < 6 else 30], held[1] is not None  # panels of the output layer
         size_of = _C.cpu_linear_int8_panels_size if int8 else _C.cpu_linear_panels_size
         if (
             made_for != (shapes, gated is not None)

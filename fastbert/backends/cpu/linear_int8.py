@@ -28,7 +28,7 @@ def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:
 
 
 def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
-    x, weight, scale, bias, activation, panels, gated, smooth = inputs
+    x, weight, scale, bias, activation, panels, gated, *_ = inputs
     (rows, depth), out, is_gated = x.shape, weight.shape[0], gated is not None
     if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out, is_gated):
         panels = linear_int8_panels(weight, is_gated)
@@ -46,6 +46,7 @@ def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
         y.data_ptr(),
         torch.get_num_threads(),
         GATE_CODES[gated],
-        0 if smooth is None else address(smooth),
+        *(0 if t is None else address(t) for t in (inputs.smooth, inputs.input_range)),
+        inputs.float_rows,
     )
     return y

@@ -11,5 +11,5 @@ DTYPES = FLOATS
 
 
 def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
-    x, weight, scale, bias, activation, _, gated, smooth = inputs
-    return linear_int8_ref(x, weight, scale, bias, activation, gated, smooth)
+    x, weight, scale, bias, activation, _, gated, smooth, input_range, float_rows = inputs
+    return linear_int8_ref(x, weight, scale, bias, activation, gated, smooth, input_range, float_rows)

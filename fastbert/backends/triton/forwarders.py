@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fastbert.backends.aten import linear_int8 as aten_int8
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops import packing
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs
+from fastbert.ops.linear_int8 import LinearInt8Inputs
 
 DTYPES = {
     "cross_entropy": STORED,
@@ -35,7 +37,6 @@ bad_ids = _called("bad_ids", "bad_ids")
 cross_entropy_fwd, cross_entropy_bwd = _called("cross_entropy_fwd"), _called("cross_entropy_bwd")
 embedding_bwd = _called("embedding_bwd")
 layer_norm_fwd, layer_norm_bwd = _called("layer_norm_fwd"), _called("layer_norm_bwd")
-linear_int8_fwd = _called("linear_int8_fwd")
 packing_fwd, packing_bwd = _called("packing_fwd"), _called("packing_bwd")
 pooling_fwd, pooling_bwd = _called("pooling_fwd"), _called("pooling_bwd")
 rotary_fwd, rotary_bwd = _called("rotary_fwd"), _called("rotary_bwd")
@@ -75,6 +76,12 @@ def linear_bwd(
     if gated is not None:
         return kernels("linear_gated").linear_bwd(*args, gated)
     return kernels("linear_backward").linear_bwd(*args)
+
+
+def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
+    if inputs.float_rows:
+        return aten_int8.linear_int8_fwd(inputs)
+    return kernels("linear_int8").linear_int8_fwd(inputs)
 
 
 def linear_int8_panels(weight: Tensor, gated: bool = False) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.testing.error_rule import Outputs, draws
 from fastbert.testing.op_cases.linear import EightBitCase
@@ -17,16 +18,18 @@ class LinearInt8Case(EightBitCase):
     """A product with the op's options.
 
     `offset` moves x away from 0; `smooth` makes its columns uneven; `ties` puts it between two integers,
-    where one rounding more or less is another integer.
+    where one rounding more or less is another integer; `static` gives all rows a range that clips some.
     """
 
     offset: float = 0.0
     smooth: bool = False
     ties: bool = False
+    static: bool = False
+    float_rows: bool = False
 
     op = "linear_int8"
-    marks = "activation={} gated={} bias=no_bias offset=offset{:g} smooth ties"
-    options = ("activation", "gated")
+    marks = "activation={} gated={} bias=no_bias offset=offset{:g} smooth ties static float_rows"
+    options = ("activation", "gated", "float_rows")
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         g, randn = draws(seed, dtype, device)
@@ -46,10 +49,15 @@ class LinearInt8Case(EightBitCase):
             "scale": scale.to(device),
             "bias": randn(self.out_features, scale=0.5) if self.bias else None,
             **({"smooth": factors.to(device), "x": x / factors.to(x)} if self.smooth else {}),
+            **({"input_range": torch.tensor([-1.5, 2.0], device=device)} if self.static else {}),
         }
 
     def eager(self, **inputs: Any) -> Outputs:
-        centred, _, step = quantize_rows(inputs["x"], inputs.get("smooth"))
+        if self.float_rows:
+            weight = inputs["weight"].to(inputs["x"]) * inputs["scale"].to(inputs["x"])[:, None]
+            y, bias = inputs["x"] @ weight.T, inputs["bias"]
+            return activate_eager(y if bias is None else y + bias, self.activation, self.gated)
+        centred, _, step = quantize_rows(inputs["x"], inputs.get("smooth"), inputs.get("input_range"))
         # the integers, exactly
         return self.finished(centred.double() @ inputs["weight"].double().T, step, inputs)
 
@@ -73,6 +81,11 @@ CASES = [
     LinearInt8Case(33, 96, 192, "gelu", gated="first"),
     LinearInt8Case(20, 40, 130, "silu", bias=False, gated="second"),
     LinearInt8Case(33, 97, 192, "gelu", smooth=True),
+    LinearInt8Case(33, 97, 192, "gelu", smooth=True, static=True),
+    LinearInt8Case(7, 1030, 70, bias=False, static=True),
+    LinearInt8Case(33, 97, 192, "gelu", float_rows=True),
+    LinearInt8Case(200, 1030, 70, bias=False, float_rows=True),
+    LinearInt8Case(20, 40, 130, "silu", gated="second", float_rows=True),
 ]
 
 

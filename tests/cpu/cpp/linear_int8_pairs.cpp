@@ -21,7 +21,8 @@ extern "C" const char* pairs_panels(std::int64_t depth, std::int64_t columns, co
 extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                                      const void* x, std::int64_t x_stride, const std::uint8_t* panels,
                                      const float* scale, const void* bias, int bias_dtype, int activation,
-                                     void* y, int threads, int gate, const float* smooth) {
+                                     void* y, int threads, int gate, const float* smooth, const float* range,
+                                     bool) {
     return cpu_linear_int8({static_cast<DType>(dtype),
                             rows,
                             columns,
@@ -37,6 +38,7 @@ extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t 
                             Onto::kNone,
                             nullptr,
                             nullptr,
-                            smooth},
+                            smooth,
+                            range},
                            threads);
 }

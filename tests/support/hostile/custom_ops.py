@@ -254,9 +254,16 @@ OPS = {
     "linear_int8_fwd": (
         lambda: (
             *(floats(4, 5), torch.ones(3, 5, dtype=torch.int8), torch.ones(3), floats(3)),
-            *("gelu", bytes_of(panels_size(5, 3, True)), None, torch.ones(5)),
+            *(
+                "gelu",
+                bytes_of(panels_size(5, 3, True)),
+                None,
+                torch.ones(5),
+                torch.tensor([-1.0, 2.0]),
+                False,
+            ),
         ),
-        [MISH],
+        [MISH, {"float_rows": True}],
         ("x", "panels"),
     ),
     "packing_fwd": (lambda: (floats(6, 5), ints(1, 2, 5)), PACKED, ("x", "indices")),

@@ -78,13 +78,19 @@ def layer_call(**kwargs):
     return encoder_layer_op.encoder_layer(kwargs.pop("launch"), kwargs.pop("x"), [layer], **kwargs)
 
 
+ROUNDING = None, None, False  # smooth, input_range, float_rows
+
+
 def linears_of(shapes, kind):
     """Weights of these shapes, as launchers take them."""
     if kind != "linear_int8":
-        return [(floats(*s), None, None, floats(s[0]), None) for s in shapes]
+        return [(floats(*s), None, None, floats(s[0]), *ROUNDING) for s in shapes]
     pack = int8_panels(torch.device("cpu"), torch.float32)
     weights = [torch.ones(s, dtype=torch.int8) for s in shapes]
-    return [(w, pack(w), torch.ones(len(w)), floats(len(w)), torch.ones(w.shape[1])) for w in weights]
+    rows = [(torch.ones(w.shape[1]), torch.ones(2), False) for w in weights]
+    return [
+        (w, pack(w), torch.ones(len(w)), floats(len(w)), *own) for w, own in zip(weights, rows, strict=True)
+    ]
 
 
 def layer_operands(kind="linear"):
@@ -352,9 +358,19 @@ PUBLIC = {
     "linear_int8": Public(
         linear_int8,
         lambda: dict(
-            x=floats(4, 5), weight=torch.ones(3, 5).char(), scale=torch.ones(3), smooth=torch.ones(5)
+            x=floats(4, 5),
+            weight=torch.ones(3, 5).char(),
+            scale=torch.ones(3),
+            smooth=torch.ones(5),
+            input_range=torch.tensor([-1.0, 2.0]),
         ),
-        [({"smooth": torch.ones(4)}, "smooth")],
+        [
+            ({"smooth": torch.ones(4)}, "smooth"),
+            ({"input_range": torch.ones(3)}, "input_range"),
+            ({"float_rows": True}, "smooth: expected None with float_rows"),
+            ({"float_rows": True, "smooth": None}, "input_range: expected None with float_rows"),
+            ({"float_rows": 1}, "float_rows: expected True or False"),
+        ],
     ),
     "pack": Public(pack, lambda: dict(x=floats(2, 3, 5), indices=ints(1, 2, 5)), WORDED_INDICES),
     "unpack": Public(
