@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,9 @@ from fastbert.kernels import activation as activation_kernels
 from fastbert.kernels import tuning
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.linear_forward import _linear_fwd_kernel
+
+if TYPE_CHECKING:
+    from fastbert.ops.linear import LinearInputs
 
 # Work of a tile's row or column, in elements of the tile. An estimate: with it tiles of 128 x 128 and 64 x 64
 # do 0.90 and 0.65 of the work per second of those of 128 x 256.
@@ -257,17 +260,9 @@ def fits_tensor_map(*matrices: Tensor) -> bool:
     )
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    panels: None = None,
-    gated: None = None,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
     """(y, pre): the contract of `fastbert.ops.linear.linear_fwd`, without panels and gates."""
+    x, weight, _, activation, residual, *_ = inputs
     out_features = weight.shape[0]
     aligned = fits_tensor_map(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
@@ -280,19 +275,12 @@ def linear_fwd(
         aligned,
         tuning.device_of(x.device),
     )
-    return linear_fwd_with(config, x, weight, bias, activation, residual, save)
+    return linear_fwd_with(config, inputs, save)
 
 
-def linear_fwd_with(
-    config: Config,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd_with(config: Config, inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
     """`linear_fwd` with a given config, for the tuner and the tests; TMA needs aligned matrices."""
+    x, weight, bias, activation, residual, *_ = inputs
     rows, out_features = x.shape[0], weight.shape[0]
     y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     pre = torch.empty_like(y) if save and activation is not None else x.new_empty((0,))

@@ -14,7 +14,7 @@ Source     The derivatives: fastbert/ops/activation.py.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,9 @@ from fastbert.kernels import tuning
 from fastbert.kernels.activation import slope
 from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, PROGRAMS, launch, resident_programs
+
+if TYPE_CHECKING:
+    from fastbert.ops.linear import LinearNeeds, LinearSaved
 
 
 @triton.jit(do_not_specialize=("n_rows",))
@@ -104,23 +107,12 @@ def config_for(
     return heuristic(out_features) if found is None else Config(**found)
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    pre: Tensor | None,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias): the contract of `fastbert.ops.linear.linear_bwd`, without gates."""
-    need_g = need_dx or need_dweight
-    g, dbias = _activation_bwd(dy, pre, activation, need_g, need_dbias)
+    g, dbias = _activation_bwd(dy, saved.pre, saved.activation, need.dx or need.dweight, need.dbias)
     return (
-        g @ weight if need_dx else dy.new_empty((0,)),
-        g.t() @ x if need_dweight else dy.new_empty((0,)),
+        g @ saved.weight if need.dx else dy.new_empty((0,)),
+        g.t() @ saved.x if need.dweight else dy.new_empty((0,)),
         dbias,
     )
 

@@ -17,6 +17,7 @@ Source     Shazeer 2020, GLU Variants Improve Transformer.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,6 +31,9 @@ from fastbert.kernels.activation import activate, slope
 from fastbert.kernels.column_sums import SIZES, _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, launch, resident_programs
 from fastbert.kernels.linear_forward import _linear_fwd_kernel
+
+if TYPE_CHECKING:
+    from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 
 
 @triton.jit(do_not_specialize=("n_rows",))
@@ -98,34 +102,19 @@ def _none_or_halves(t: Tensor | None, gated: str) -> tuple[Tensor | None, Tensor
     return (None, None) if t is None else halves(t, gated)
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    gated: str,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
     """(y, pre): the contract of `fastbert.ops.linear.linear_fwd` for gated calls."""
+    x, weight = inputs[:2]
     columns = weight.shape[0] // 2
     aligned = linear.fits_tensor_map(x, weight) and columns * x.element_size() % 16 == 0
     device = tuning.device_of(x.device)
     config = config_for(linear.counted(x.shape[0]), columns, x.dtype, aligned, device)
-    return linear_fwd_with(config, x, weight, bias, activation, residual, save, gated)
+    return linear_fwd_with(config, inputs, save)
 
 
-def linear_fwd_with(
-    config: linear.Config,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    gated: str,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd_with(config: linear.Config, inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
     """`linear_fwd` with a given config, for the tests; TMA needs aligned matrices."""
+    x, weight, bias, activation, residual, gated, _ = inputs
     rows, columns = x.shape[0], weight.shape[0] // 2
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     pre = x.new_empty((rows, 2 * columns) if save else (0,))
@@ -171,22 +160,13 @@ def linear_fwd_with(
     return y, pre
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    pre: Tensor,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias): the contract of `fastbert.ops.linear.linear_bwd` for gated calls."""
-    g, dbias = gate_bwd(dy, pre, activation, need_dx or need_dweight, need_dbias, gated)
+    x, weight, pre, activation, gated = saved
+    g, dbias = gate_bwd(dy, pre, activation, need.dx or need.dweight, need.dbias, gated)
     return (
-        g @ weight if need_dx else dy.new_empty((0,)),
-        g.t() @ x if need_dweight else dy.new_empty((0,)),
+        g @ weight if need.dx else dy.new_empty((0,)),
+        g.t() @ x if need.dweight else dy.new_empty((0,)),
         dbias,
     )
 

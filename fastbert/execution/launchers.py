@@ -23,7 +23,7 @@ from fastbert.ops.attention_checks import check_bias, check_lengths
 from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionInputs
 from fastbert.ops.attention_places import checked_table
 from fastbert.ops.layer_norm import NARROW, LayerNormInputs
-from fastbert.ops.linear import forward_of
+from fastbert.ops.linear import LinearInputs, forward_of
 from fastbert.ops.linear_norm import LinearNormInputs
 from fastbert.runtime import dispatch
 
@@ -189,7 +189,7 @@ def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]
     norm_weight, norm_bias, last_weight, last_bias = parameters[12:]
     product = dispatch.launcher("linear_fwd", device, dtype)
     qkv_weight, qkv_bias = joined_weights(layer, parameters[0:6:2], parameters[1:6:2], dtype)
-    qkv = product(x, qkv_weight, qkv_bias, None, None, False)[0]
+    qkv = product(LinearInputs(x, qkv_weight, qkv_bias), False)[0]
     q, k, v = qkv.view(rows, 3, form.nheads, form.head_dim).unbind(1)
     inputs = AttentionInputs(
         *(
@@ -207,7 +207,7 @@ def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]
     context = attend(inputs, False, False, known.table)[0].view(rows, -1)
     x = _dense_norm(product, context, out_weight, out_bias, x, norm_weight, norm_bias, eps, arrivals)
     activate = dispatch.launcher(forward_of(form.activation, False, rows), device, dtype)
-    inner = activate(x, up_weight, up_bias, form.activation, None, False)[0]
+    inner = activate(LinearInputs(x, up_weight, up_bias, form.activation), False)[0]
     return _dense_norm(product, inner, down_weight, down_bias, x, last_weight, last_bias, last_eps, arrivals)
 
 
@@ -220,6 +220,6 @@ def _dense_norm(product, x, weight, bias, residual, norm_weight, norm_bias, eps,
         launch = dispatch.launcher(function, x.device, x.dtype)
         inputs = LinearNormInputs(x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals[0])
         return launch(inputs)
-    z = product(x, weight, None, None, None, False)[0]
+    z = product(LinearInputs(x, weight), False)[0]
     launch = dispatch.launcher("layer_norm_fwd", x.device, x.dtype)
     return launch(LayerNormInputs(z, norm_weight, norm_bias, residual, bias, eps), False)[0]

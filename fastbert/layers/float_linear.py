@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastbert.layers.form import Half
 from fastbert.ops import checks
 from fastbert.ops.feed_forward import feed_forward, pays
-from fastbert.ops.linear import forward_of, linear
+from fastbert.ops.linear import LinearInputs, forward_of, linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.ops.linear_norm import linear_norm, new_arrivals
 from fastbert.ops.linear_norm import pays as joining_pays
@@ -91,7 +91,7 @@ def float_product(
         if with_bias and gated is None and checks.are_plain(given, [dtype] * 3, sizes):
             launch = dispatch.launcher(forward_of(activation, False, rows), x.device, dtype)
             panels = weight_panels(module, x) if checks.has_values(x) else None
-            return launch(*given, activation, None, False, panels)[0]
+            return launch(LinearInputs(x, given[1], given[2], activation, panels=panels), False)[0]
         bias = module.bias if with_bias else None
         panels = weight_panels(module, x, gated is not None)
         return linear(x, module.weight, bias, activation, panels=panels, gated=gated)

@@ -36,8 +36,36 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import narrows
 from fastbert.runtime import dispatch
+
+
+class FeedForwardInputs(NamedTuple):
+    """What forward computes from; matrices have two dimensions."""
+
+    x: Tensor
+    up_weight: Tensor
+    up_bias: Tensor | None
+    down_weight: Tensor
+    activation: str
+    gated: str | None = None
+
+
+class FeedForwardSaved(NamedTuple):
+    """What backward computes from, besides dy.
+
+    `x` is None where dup_weight is not needed, `up_weight` where dx is not, `down_weight` and `pre` where
+    none of the first three gradients is, `inner` = act(pre) where ddown_weight is not.
+    """
+
+    x: TensorOrNone
+    up_weight: TensorOrNone
+    down_weight: TensorOrNone
+    pre: TensorOrNone
+    inner: TensorOrNone
+    activation: str
+    gated: str | None = None
 
 
 class FeedForwardNeeds(NamedTuple):
@@ -104,7 +132,9 @@ def feed_forward_fwd(
     checks.operand("up_bias", up_bias, (columns,), (x.dtype,), x)
     checks.operand("down_weight", down_weight, (out, inner), (x.dtype,), x, strided=True)
     function = _FORWARD_OF_TRAINING if save else "feed_forward_fwd"
-    return dispatch.call(function, x, x, up_weight, up_bias, down_weight, activation, save, gated)
+    return dispatch.call(
+        function, x, FeedForwardInputs(x, up_weight, up_bias, down_weight, activation, gated), save
+    )
 
 
 @feed_forward_fwd.register_fake
@@ -132,11 +162,7 @@ def feed_forward_bwd(
     need_ddown_weight: bool,
     gated: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dup_weight, dup_bias, ddown_weight), each of shape (0,) where not needed.
-
-    `x` is None where dup_weight is not needed, `up_weight` where dx is not, `down_weight` and `pre` where
-    none of the first three is, `inner` = act(pre) where ddown_weight is not.
-    """
+    """(dx, dup_weight, dup_bias, ddown_weight), each of shape (0,) where not needed."""
     rows, out = checks.matrix("dy", dy)
     _inner_columns(0, activation, gated)
     need = FeedForwardNeeds(need_dx, need_dup_weight, need_dup_bias, need_ddown_weight)
@@ -152,8 +178,8 @@ def feed_forward_bwd(
     hidden = next((t.shape[-1:] for t in (up_weight, x) if t is not None), ())
     checks.operand("up_weight", up_weight, (*ahead, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
     checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
-    args = (dy, x, up_weight, down_weight, pre, inner, activation, need, gated)
-    return dispatch.call(_BACKWARD, dy, *args)
+    saved = FeedForwardSaved(x, up_weight, down_weight, pre, inner, activation, gated)
+    return dispatch.call(_BACKWARD, dy, dy, saved, need)
 
 
 @feed_forward_bwd.register_fake
@@ -188,8 +214,8 @@ def _needs(ctx: Any) -> FeedForwardNeeds:
     return FeedForwardNeeds(dx, up or wide, up_bias, down or wide, wide)
 
 
-def _setup_context(ctx, inputs, output):
-    x, up_weight, _up_bias, down_weight, activation, save, gated, *_ = inputs
+def _setup_context(ctx, inputs: FeedForwardInputs, save: bool, output):
+    x, up_weight, _up_bias, down_weight, activation, gated = inputs
     _y, pre, inner = output
     need = _needs(ctx)
     ctx.save_for_backward(
@@ -207,7 +233,8 @@ def _backward(launch: Callable[..., Any], ctx: Any, dy: Tensor | None) -> tuple[
     if dy is None:
         return (None,) * len(ctx.needs_input_grad)
     need = _needs(ctx)
-    grads = launch(dy.contiguous(), *ctx.saved_tensors, ctx.activation, need, ctx.gated)
+    saved = FeedForwardSaved._make((*ctx.saved_tensors, ctx.activation, ctx.gated))
+    grads = launch(dy.contiguous(), saved, need)
     dx, dup, dup_bias, ddown = (g if needed else None for g, needed in zip(grads, need[:4], strict=True))
     if need.wide:
         return dx, None, dup_bias, None, None, None, None, dup, ddown
@@ -223,8 +250,9 @@ class FeedForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call(_FORWARD_OF_TRAINING, args[0], *args[:7])
-        _setup_context(ctx, args, output)
+        inputs, save = FeedForwardInputs(*args[:6]), args[6]
+        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.x, inputs, save)
+        _setup_context(ctx, inputs, save, output)
         return output[0]
 
     @staticmethod
@@ -233,11 +261,16 @@ class FeedForwardFunction(torch.autograd.Function):
         return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 
 
+def _setup_compiled(ctx, inputs, output):
+    *given, save, gated = inputs
+    _setup_context(ctx, FeedForwardInputs._make((*given, gated)), save, output)
+
+
 feed_forward_fwd.register_autograd(
     lambda ctx, dy, *_: _backward(
-        lambda *args: feed_forward_bwd(*args[:-2], *args[-2][:4], args[-1]), ctx, dy
+        lambda dy, saved, need: feed_forward_bwd(dy, *saved[:6], *need[:4], saved.gated), ctx, dy
     ),
-    setup_context=_setup_context,
+    setup_context=_setup_compiled,
 )
 
 
@@ -302,13 +335,13 @@ def feed_forward(
         checks.same_dtypes(x, up_weight=up_weight, down_weight=down_weight, up_bias=up_bias)
         up_weight, down_weight = checks.rows(up_weight), checks.rows(down_weight)
         up_bias = None if up_bias is None else up_bias.contiguous()
-    tensors = checks.rows(x), up_weight, up_bias, down_weight
-    given = (*tensors, *wide)
+    inputs = FeedForwardInputs(checks.rows(x), up_weight, up_bias, down_weight, activation, gated)
+    given = (*inputs[:4], *wide)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if torch.compiler.is_compiling():
-        y = feed_forward_fwd(*tensors, activation, save, gated)[0]
+        y = feed_forward_fwd(*inputs[:5], save, gated)[0]
     elif save:
-        y = FeedForwardFunction.apply(*tensors, activation, save, gated, *wide)
+        y = FeedForwardFunction.apply(*inputs, save, *wide)
     else:
-        y = dispatch.call("feed_forward_fwd", x, *tensors, activation, save, gated)[0]
+        y = dispatch.call("feed_forward_fwd", x, inputs, save)[0]
     return y if len(shape) == 2 else y.view(shape)

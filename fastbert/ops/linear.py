@@ -40,14 +40,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
+
+
+class LinearInputs(NamedTuple):
+    """What forward computes from; matrices have two dimensions."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+    gated: str | None = None
+    panels: Tensor | None = None
+
+
+class LinearSaved(NamedTuple):
+    """What backward computes from, besides dy.
+
+    `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
+    """
+
+    x: TensorOrNone
+    weight: TensorOrNone
+    pre: TensorOrNone = None
+    activation: str | None = None
+    gated: str | None = None
+
+
+class LinearNeeds(NamedTuple):
+    """Which gradients backward computes."""
+
+    dx: bool = True
+    dweight: bool = True
+    dbias: bool = True
 
 
 def linear_ref(
@@ -159,7 +193,7 @@ def linear_fwd(
     checks.operand("bias", bias, (out,), (x.dtype,), x)
     checks.operand("residual", residual, (rows, columns), (x.dtype,), x, strided=True)
     function = forward_of(activation, save, rows, gated)
-    return dispatch.call(function, x, x, weight, bias, activation, residual, save, None, gated)
+    return dispatch.call(function, x, LinearInputs(x, weight, bias, activation, residual, gated), save)
 
 
 @linear_fwd.register_fake
@@ -196,8 +230,11 @@ def linear_bwd(
         columns = () if weight is None else weight.shape[-1:]
         checks.operand("weight", weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=True)
     checks.operand("pre", pre, (rows, out), (dy.dtype,), dy, needed=activation is not None)
-    needs = need_dx, need_dweight, need_dbias
-    return dispatch.call(backward_of(activation, gated), dy, dy, x, weight, pre, activation, *needs, gated)
+    saved, need = (
+        LinearSaved(x, weight, pre, activation, gated),
+        LinearNeeds(need_dx, need_dweight, need_dbias),
+    )
+    return dispatch.call(backward_of(activation, gated), dy, dy, saved, need)
 
 
 @linear_bwd.register_fake
@@ -214,8 +251,8 @@ def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated=N
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, _bias, activation, _residual, save, gated = inputs
+def _setup_context(ctx, inputs: LinearInputs, save: bool, output):
+    x, weight, _bias, activation, _residual, gated, _panels = inputs
     need = ctx.needs_input_grad
     ctx.save_for_backward(
         x if need[1] or need[-1] else None,
@@ -229,25 +266,17 @@ def _setup_context(ctx, inputs, output):
 def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 7
-    need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad[:6]
+    need, need_dresidual = LinearNeeds(*ctx.needs_input_grad[:3]), ctx.needs_input_grad[4]
     dx = dweight = dbias = None
-    if need_dx or need_dweight or need_dbias:
+    if True in need:
         x, weight, pre = ctx.saved_tensors
         # The backend of forward read a wide weight. Another may serve by now: autograd widens its gradients.
         if is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype):
             weight = weight.to(dy.dtype)
-        dx, dweight, dbias = launch(
-            dy.contiguous(), x, weight, pre, ctx.activation, need_dx, need_dweight, need_dbias, ctx.gated
-        )
-    return (
-        dx if need_dx else None,
-        dweight if need_dweight else None,
-        dbias if need_dbias else None,
-        None,
-        dy if need_dresidual else None,
-        None,
-        None,
-    )
+        saved = LinearSaved(x, weight, pre, ctx.activation, ctx.gated)
+        dx, dweight, dbias = launch(dy.contiguous(), saved, need)
+    grads = dx if need.dx else None, dweight if need.dweight else None, dbias if need.dbias else None
+    return *grads, None, dy if need_dresidual else None, None, None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -259,10 +288,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         # a separate setup_context would cost an inspect.signature at every call
-        x, activation, save, gated = args[0], args[3], args[5], args[7]
-        output = dispatch.call(forward_of(activation, save, x.shape[0], gated), x, *args[:8])
-        inputs = (*args[:6], gated)  # without `panels`
-        _setup_context(ctx, inputs, output)
+        inputs, save = LinearInputs(*args[:7]), args[7]
+        function = forward_of(inputs.activation, save, inputs.x.shape[0], inputs.gated)
+        output = dispatch.call(function, inputs.x, inputs, save)
+        _setup_context(ctx, inputs, save, output)
         return output[0]
 
     @staticmethod
@@ -276,7 +305,17 @@ class LinearFunction(torch.autograd.Function):
         return *grads, None, wide
 
 
-linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), setup_context=_setup_context)
+def _setup_compiled(ctx, inputs, output):
+    *given, save, gated = inputs
+    _setup_context(ctx, LinearInputs._make((*given, gated, None)), save, output)
+
+
+linear_fwd.register_autograd(
+    lambda ctx, dy, _: _backward(
+        lambda dy, saved, need: linear_bwd(dy, *saved[:4], *need, saved.gated), ctx, dy
+    ),
+    setup_context=_setup_compiled,
+)
 
 
 # --- public functions ---------------------------------------------------------------------------------------
@@ -355,12 +394,12 @@ def linear(
         x, residual = checks.rows(x), None if residual is None else checks.rows(residual)
     grad = torch.is_grad_enabled()
     save = grad and any(t is not None and t.requires_grad for t in (x, weight, bias, wide))
-    args = (x, weight, bias, activation, residual, save)
+    inputs = LinearInputs(x, weight, bias, activation, residual, gated, panels)
     if torch.compiler.is_compiling():
-        y = linear_fwd(*args, gated)[0]
+        y = linear_fwd(*inputs[:5], save, gated)[0]
     elif save or (grad and residual is not None and residual.requires_grad):
-        y = LinearFunction.apply(*args, panels, gated, wide)
+        y = LinearFunction.apply(*inputs, save, wide)
     else:
         function = forward_of(activation, save, x.shape[0], gated)
-        y = dispatch.call(function, x, *args, panels, gated)[0]
+        y = dispatch.call(function, x, inputs, save)[0]
     return y if len(shape) == 2 else y.view(shape)

@@ -34,7 +34,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
-from fastbert.ops.linear import is_wide, operands, reads_wide
+from fastbert.ops.linear import LinearNeeds, is_wide, operands, reads_wide
 from fastbert.runtime import dispatch
 
 # `chunk_bytes` by default: enough that in usual batches, 15% labelled, nothing is computed twice.
@@ -54,14 +54,6 @@ class LossInputs(NamedTuple):
     ignore_index: int
     label_smoothing: float
     chunk_rows: int
-
-
-class LossNeeds(NamedTuple):
-    """Which gradients backward computes."""
-
-    dx: bool
-    dweight: bool
-    dbias: bool
 
 
 def linear_cross_entropy_ref(
@@ -166,7 +158,7 @@ def linear_cross_entropy_bwd(
     checks.operand("logits", logits, (0,), (inputs.x.dtype,), inputs.x)
     if need_dbias and bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
-    need = LossNeeds(need_dx, need_dweight, need_dbias)
+    need = LinearNeeds(need_dx, need_dweight, need_dbias)
     return dispatch.call("linear_cross_entropy_bwd", logits, dloss, inputs, lse, count, logits, need)
 
 
@@ -198,7 +190,7 @@ def _backward(launch: Callable[..., Any], ctx: Any, dloss: Tensor | None) -> tup
     if dloss is None:
         return (None,) * 8
     *tensors, lse, count, logits = ctx.saved_tensors
-    need = LossNeeds(*ctx.needs_input_grad[:3])
+    need = LinearNeeds(*ctx.needs_input_grad[:3])
     inputs = LossInputs(*tensors, *ctx.options)
     wide = is_wide(inputs.weight, logits)
     if wide and not reads_wide(logits.device, logits.dtype, "linear_cross_entropy"):  # as in `linear`

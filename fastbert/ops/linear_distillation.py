@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.linear import LinearNeeds
 from fastbert.runtime import dispatch
 
 # `chunk_bytes` by default: as many rows as those of `linear_cross_entropy`, with both logits.
@@ -48,14 +49,6 @@ class DistillationInputs(NamedTuple):
     teacher_bias: TensorOrNone
     temperature: float
     chunk_rows: int
-
-
-class DistillationNeeds(NamedTuple):
-    """Which gradients backward computes."""
-
-    dx: bool
-    dweight: bool
-    dbias: bool
 
 
 def softened_divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -161,7 +154,7 @@ def linear_distillation_bwd(
     checks.operand("dloss", dloss, (), (checks.compute_dtype(_checked(inputs).x),), x)
     if need_dbias and bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
-    need = DistillationNeeds(need_dx, need_dweight, need_dbias)
+    need = LinearNeeds(need_dx, need_dweight, need_dbias)
     return dispatch.call("linear_distillation_bwd", x, dloss, inputs, None, None, need)
 
 
@@ -188,7 +181,7 @@ def _backward(launch, ctx, dloss):
     if dloss is None:
         return (None,) * 8
     *tensors, logits, teacher_logits = ctx.saved_tensors
-    need = DistillationNeeds(*ctx.needs_input_grad[:3])
+    need = LinearNeeds(*ctx.needs_input_grad[:3])
     grads = launch(dloss, DistillationInputs(*tensors, *ctx.options), logits, teacher_logits, need)
     return *(g if needed else None for g, needed in zip(grads, need, strict=True)), *(None,) * 5
 

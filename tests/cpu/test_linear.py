@@ -16,7 +16,7 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref, slope_ref
-from fastbert.ops.linear import linear, panel_maker
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved, linear, panel_maker
 from fastbert.runtime import loader
 from tests.support import cpu_build
 from tests.support.cpu_checks import assert_same_on_any_threads
@@ -97,7 +97,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
     bias = randn(columns, dtype=dtype, seed=4) if has_bias else None
     wide_x, wide_weight = x.double(), weight.double()
 
-    y, pre = cpu.linear_fwd(x, weight, bias, activation, residual, True)
+    y, pre = cpu.linear_fwd(LinearInputs(x, weight, bias, activation, residual), True)
     truth = wide_x @ wide_weight.T + (0 if bias is None else bias.double())
     magnitude = wide_x.abs() @ wide_weight.abs().T + (0 if bias is None else bias.double().abs())
     assert y.dtype == pre.dtype == dtype
@@ -110,7 +110,9 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
         y, activate_ref(truth, activation) + added, 1.2 * magnitude + 1 + abs(added), f"y, {options}"
     )
     for save, packed in ((False, None), (True, cpu.linear_panels(weight))):
-        again, pre_again = cpu.linear_fwd(x, weight, bias, activation, residual, save, packed)
+        again, pre_again = cpu.linear_fwd(
+            LinearInputs(x, weight, bias, activation, residual, panels=packed), save
+        )
         assert_same_bits(again, y, f"y, save {save}")
         if save:
             assert_same_bits(pre_again, pre, "pre of the packed weight")
@@ -126,7 +128,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
         wide_g = g.double()
         for grads in (
             gradients(dy, x, weight, pre, activation),
-            cpu.linear_bwd(dy, x, weight, pre, activation, True, True, True),
+            cpu.linear_bwd(dy, LinearSaved(x, weight, pre, activation), LinearNeeds()),
         ):
             assert_sums_to(grads[0], wide_g @ wide_weight, wide_g.abs() @ wide_weight.abs(), "dx")
             assert_sums_to(grads[1], wide_g.T @ wide_x, wide_g.abs().T @ wide_x.abs(), "dweight")
@@ -204,12 +206,12 @@ def test_small_integers_are_exact(isa, dtype, shape):
     pre = x @ w.T + b
     assert pre.abs().max() < 250
     args = [t.to(dtype) for t in (x, w, b)]
-    y, saved = cpu.linear_fwd(*args, "relu", r.to(dtype), True)
+    y, saved = cpu.linear_fwd(LinearInputs(*args, "relu", r.to(dtype)), True)
     assert torch.equal(saved, pre.to(dtype))
     assert torch.equal(y, (pre.clamp(0) + r).to(dtype))
     dy = integers(-2, 2, rows, columns, share=min(1.0, 20 / rows, 20 / columns))
     g = dy * (pre > 0)
-    dx, dw, db = cpu.linear_bwd(dy.to(dtype), *args[:2], pre.to(dtype), "relu", True, True, True)
+    dx, dw, db = cpu.linear_bwd(dy.to(dtype), LinearSaved(*args[:2], saved, "relu"), LinearNeeds())
     for actual, expected in ((dx, g @ w), (dw, g.T @ x), (db, g.sum(0))):
         assert expected.abs().max() < 250
         assert torch.equal(actual, expected.to(dtype))
@@ -224,11 +226,11 @@ def test_results_are_rounded_once(isa, dtype):
     w = w / 8
     pre = x.double() @ w.double().T + b.double()
     for activation, residual in itertools.product(ALL, (None, r)):
-        y = cpu.linear_fwd(x, w, b, activation, residual, False)[0]
+        y = cpu.linear_fwd(LinearInputs(x, w, b, activation, residual), False)[0]
         truth = activate_ref(pre, activation) + (0 if residual is None else residual.double())
         assert (y == truth.to(dtype)).double().mean() >= 0.997, (activation, residual is None)
     dy, pre = randn(400, 300, dtype=dtype, seed=7), randn(400, 300, dtype=dtype, seed=8)
-    dbias = cpu.linear_bwd(dy, None, None, pre, "gelu", False, False, True)[2]
+    dbias = cpu.linear_bwd(dy, LinearSaved(None, None, pre, "gelu"), LinearNeeds(False, False))[2]
     assert (dbias == (dy.double() * slope_ref(pre.double(), "gelu")).sum(0).to(dtype)).double().mean() >= 0.99
 
 
@@ -236,7 +238,7 @@ def test_results_are_rounded_once(isa, dtype):
 def test_long_float32_sums_are_no_worse_than_torchs(isa, depth):
     x, w = randn(48, depth), randn(96, depth, seed=1)
     truth = x.double() @ w.double().T
-    ours = (cpu.linear_fwd(x, w, None, None, None, False)[0] - truth).abs()
+    ours = (cpu.linear_fwd(LinearInputs(x, w), False)[0] - truth).abs()
     theirs = (F.linear(x, w) - truth).abs()
     assert ours.mean() <= theirs.mean()
     assert ours.max() <= 1.2 * theirs.max()  # one of 4,608 elements each: a draw
@@ -251,7 +253,7 @@ def test_float32_gradients_are_mkls_where_it_leads(isa, family, ours, monkeypatc
     monkeypatch.setattr(launcher, "amd_family", lambda: family)
     seen = noted(launcher, "_product")
     dy, x, weight = randn(70, 130), randn(70, 96, seed=1), randn(130, 96, seed=2)
-    dx, dweight, _ = cpu.linear_bwd(dy, x, weight, None, None, True, True, False)
+    dx, dweight, _ = cpu.linear_bwd(dy, LinearSaved(x, weight), LinearNeeds(True, True, False))
     assert len(seen) == (ours if isa.startswith("avx512") else 0)
     for found, eager, truth in (
         (dx, dy @ weight, dy.double() @ weight.double()),
@@ -264,7 +266,7 @@ def test_float32_gradients_are_mkls_where_it_leads(isa, family, ours, monkeypatc
 def test_float32_bias_gradients_are_no_worse_than_torchs(isa, rows):
     dy = randn(rows, 96) + 1
     truth = dy.double().sum(0)
-    ours = cpu.linear_bwd(dy, None, None, None, None, False, False, True)[2]
+    ours = cpu.linear_bwd(dy, LinearSaved(None, None), LinearNeeds(False, False))[2]
     assert (ours - truth).abs().mean() <= (dy.sum(0) - truth).abs().mean()
 
 
@@ -273,7 +275,9 @@ def test_float32_bias_gradients_are_no_worse_than_torchs(isa, rows):
 
 def activated(z, activation):
     """The kernels' activation of a vector, by a product with 1."""
-    y = cpu.linear_fwd(z[:, None], torch.ones(1, 1, dtype=z.dtype), None, activation, None, False)[0]
+    y = cpu.linear_fwd(
+        LinearInputs(z[:, None], torch.ones(1, 1, dtype=z.dtype), activation=activation), False
+    )[0]
     return y[:, 0]
 
 
@@ -355,7 +359,7 @@ def test_every_bias_is_widened_exactly(isa, dtype):
     bits = torch.arange(-(2**15), 2**15)
     bias = bits.to(torch.int16).view(dtype) if dtype in HALF else (bits * 0x8001).to(torch.int32).view(dtype)
     x, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(2**16, 1, dtype=dtype)
-    y = cpu.linear_fwd(x, weight, bias, None, None, False)[0][0]
+    y = cpu.linear_fwd(LinearInputs(x, weight, bias), False)[0][0]
     torch.testing.assert_close(y, bias, rtol=0, atol=0, equal_nan=True)
 
 
@@ -450,7 +454,7 @@ def test_row_strides(isa, stride):
     bias, dy = randn(9, seed=3), randn(6, 9, seed=4)
     results = []
     for tensors in ((x, weight, residual), [t.clone() for t in (x, weight, residual)]):
-        y, pre = cpu.linear_fwd(*tensors[:2], bias, "gelu", tensors[2], True)
+        y, pre = cpu.linear_fwd(LinearInputs(*tensors[:2], bias, "gelu", tensors[2]), True)
         results.append((y, pre, *gradients(dy, *tensors[:2], pre, "gelu")))
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
@@ -464,17 +468,17 @@ def test_matrices_of_one_column(isa, strides):
     weight, residual = memory[100:].as_strided((9, 1), strides), memory[50:].as_strided((40, 1), strides)
     dy = randn(40, 9, seed=1)
     for one in (x, memory.as_strided((40, 1), (35, 5))):  # the second has no stride of 1 in any tier
-        assert_same_bits(cpu.linear_fwd(one, weight, None, None, None, False)[0], one @ weight.T + 0.0)
+        assert_same_bits(cpu.linear_fwd(LinearInputs(one, weight), False)[0], one @ weight.T + 0.0)
     for dx, dweight, _ in (
         gradients(dy, x, weight, None, None),
-        cpu.linear_bwd(dy, x, weight, None, None, True, True, False),
+        cpu.linear_bwd(dy, LinearSaved(x, weight), LinearNeeds(True, True, False)),
     ):
         for actual, truth in ((dx, dy.double() @ weight.double()), (dweight, dy.double().T @ x.double())):
             assert (actual - truth).abs().max() < 1e-5
     row = memory[7:].as_strided((1, 40), (strides[0], 1))
-    y = cpu.linear_fwd(x.t().contiguous(), row, None, None, residual[:1], False)[0]
+    y = cpu.linear_fwd(LinearInputs(x.t().contiguous(), row, residual=residual[:1]), False)[0]
     assert (y - (x.double().T @ row.double().T + residual[:1])).abs().max() < 1e-5
-    y = cpu.linear_fwd(memory.view(40, 50)[:, :40], row, None, None, residual, False)[0]
+    y = cpu.linear_fwd(LinearInputs(memory.view(40, 50)[:, :40], row, residual=residual), False)[0]
     assert (y - (memory.view(40, 50)[:, :40].double() @ row.double().T + residual)).abs().max() < 1e-4
 
 
@@ -487,7 +491,7 @@ def test_a_bad_element_stays_in_its_row_and_column(isa, dtype, bad, activation):
 
 def check_a_bad_element(dtype, bad, activation, depth, column):
     def run(x, weight, dy):
-        y, pre = cpu.linear_fwd(x, weight, None, activation, None, True)
+        y, pre = cpu.linear_fwd(LinearInputs(x, weight, activation=activation), True)
         # gradients of a fixed `pre`, so that bad values in x and weight do not enter through it
         given = None if activation is None else randn(13, 70, dtype=dtype, seed=3).abs() + 0.5
         return y, pre, *gradients(dy, x, weight, given, activation)
@@ -520,11 +524,10 @@ def test_only_what_is_asked_for(isa, guarded):
     x, weight, dy, pre = (randn(*s, seed=i) for i, s in enumerate(((13, 40), (70, 40), (13, 70), (13, 70))))
     for activation in (None, "gelu"):
         pre_given = None if activation is None else pre
-        full = cpu.linear_bwd(dy, x, weight, pre_given, activation, True, True, True)
+        full = cpu.linear_bwd(dy, LinearSaved(x, weight, pre_given, activation), LinearNeeds())
         for need in itertools.product((False, True), repeat=3):
-            found = cpu.linear_bwd(
-                dy, x if need[1] else None, weight if need[0] else None, pre_given, activation, *need
-            )
+            saved = LinearSaved(x if need[1] else None, weight if need[0] else None, pre_given, activation)
+            found = cpu.linear_bwd(dy, saved, LinearNeeds(*need))
             assert len({id(t) for t in found}) == 3, "one tensor returned twice, which a custom op may not"
             for wanted, a, b in zip(need, found, full, strict=True):
                 if wanted:
@@ -537,9 +540,11 @@ def test_only_what_is_asked_for(isa, guarded):
 def test_no_rows(isa, dtype, guarded):
     x, weight, bias = torch.empty(0, 40, dtype=dtype), randn(70, 40, dtype=dtype), randn(70, dtype=dtype)
     for packed in (None, cpu.linear_panels(weight)):
-        y, pre = cpu.linear_fwd(x, weight, bias, "gelu", x.new_zeros(0, 70), True, packed)
+        y, pre = cpu.linear_fwd(
+            LinearInputs(x, weight, bias, "gelu", x.new_zeros(0, 70), panels=packed), True
+        )
         assert y.shape == pre.shape == (0, 70)
-    dx, dweight, dbias = cpu.linear_bwd(y, x, weight, pre, "gelu", True, False, True)
+    dx, dweight, dbias = cpu.linear_bwd(y, LinearSaved(x, weight, pre, "gelu"), LinearNeeds(True, False))
     assert dx.shape == (0, 40)
     assert torch.equal(dbias, torch.zeros(70, dtype=dtype))
     assert dweight.shape == (0,)
@@ -550,8 +555,8 @@ def test_no_rows(isa, dtype, guarded):
 def test_pytorchs_default_dtype_changes_nothing(default):
     x, weight, dy = randn(40, 30), randn(20, 30, seed=1), randn(40, 20, seed=2)
     calls = (
-        lambda: cpu.linear_fwd(x, weight, weight[:, 0].contiguous(), "gelu", dy, True),
-        lambda: cpu.linear_bwd(dy, x, weight, dy, "gelu", True, True, True),
+        lambda: cpu.linear_fwd(LinearInputs(x, weight, weight[:, 0].contiguous(), "gelu", dy), True),
+        lambda: cpu.linear_bwd(dy, LinearSaved(x, weight, dy, "gelu"), LinearNeeds()),
     )
     expected = [call() for call in calls]
     torch.set_default_dtype(default)
@@ -582,13 +587,13 @@ def check_threads(dtype, shape):
     x, weight, dy, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
 
     def call():
-        y, pre = cpu.linear_fwd(x, weight, bias, "gelu", dy, True)
+        y, pre = cpu.linear_fwd(LinearInputs(x, weight, bias, "gelu", dy), True)
         return y, pre, *gradients(dy, x, weight, pre, "gelu")
 
     assert_same_on_any_threads(call, repeats=25 if rows == 1000 else 0)
     y = call()[0]
     for begin, end in ((0, 1), (1, rows), (rows // 2, rows // 2 + 2)):
-        part = cpu.linear_fwd(x[begin:end], weight, bias, "gelu", dy[begin:end], False)[0]
+        part = cpu.linear_fwd(LinearInputs(x[begin:end], weight, bias, "gelu", dy[begin:end]), False)[0]
         assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
 
 
@@ -606,12 +611,14 @@ def check_a_wide_weight(dtype, shape, activation):
     weight, bias, dy = wide.to(dtype), randn(columns, seed=2), randn(rows, columns, dtype=dtype, seed=3)
     assert not torch.equal(weight.float(), wide)
     (y, pre), (expected, pre_expected) = (
-        cpu.linear_fwd(x, w, bias, activation, None, True) for w in (wide, weight)
+        cpu.linear_fwd(LinearInputs(x, w, bias, activation), True) for w in (wide, weight)
     )
     assert_same_bits(y, expected, "y")
     assert_same_bits(pre, pre_expected, "pre")
     pre = None if activation is None else pre
-    found, rounded = (cpu.linear_bwd(dy, x, w, pre, activation, True, True, True) for w in (wide, weight))
+    found, rounded = (
+        cpu.linear_bwd(dy, LinearSaved(x, w, pre, activation), LinearNeeds()) for w in (wide, weight)
+    )
     assert_same_bits(found[0], rounded[0], "dx")
     for name, a, b in zip(("dweight", "dbias"), found[1:], rounded[1:], strict=True):
         assert a.dtype == torch.float32
@@ -629,8 +636,8 @@ def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, g
 
 def test_no_rows_of_a_wide_weight(isa, guarded):
     x, wide, dy = randn(0, 20, dtype=torch.bfloat16), randn(7, 20), randn(0, 7, dtype=torch.bfloat16)
-    assert cpu.linear_fwd(x, wide, None, None, None, False)[0].shape == (0, 7)
-    dx, dweight, dbias = cpu.linear_bwd(dy, x, wide, None, None, True, True, True)
+    assert cpu.linear_fwd(LinearInputs(x, wide), False)[0].shape == (0, 7)
+    dx, dweight, dbias = cpu.linear_bwd(dy, LinearSaved(x, wide), LinearNeeds())
     assert dx.shape == (0, 20)
     assert_same_bits(dweight, torch.zeros(7, 20))
     assert_same_bits(dbias, torch.zeros(7))
@@ -641,8 +648,8 @@ def test_few_rows_of_a_wide_weight_are_ours_too(monkeypatch):
     for function in ("linear_fwd", "linear_bwd"):
         monkeypatch.setattr(launcher.aten, function, None)
     x, wide, dy = randn(3, 20, dtype=torch.bfloat16), randn(7, 20, seed=1), randn(3, 7, dtype=torch.bfloat16)
-    y = cpu.linear_fwd(x, wide, None, None, None, False)[0]
-    dx, dweight, _ = cpu.linear_bwd(dy, x, wide, None, None, True, True, False)
+    y = cpu.linear_fwd(LinearInputs(x, wide), False)[0]
+    dx, dweight, _ = cpu.linear_bwd(dy, LinearSaved(x, wide), LinearNeeds(True, True, False))
     weight = wide.bfloat16().double()
     torch.testing.assert_close(y.double(), x.double() @ weight.T, rtol=2**-8, atol=1e-3)
     torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=2**-8, atol=1e-3)
@@ -663,13 +670,13 @@ def check_many_rows(dtype, rows, whole, monkeypatch):
     )
     x, weight, dy = randn(rows, 30, dtype=dtype), randn(20, 30, seed=1), randn(rows, 20, dtype=dtype, seed=2)
     narrow = weight.to(dtype)
-    y = cpu.linear_fwd(x, weight, None, None, None, False)[0]
+    y = cpu.linear_fwd(LinearInputs(x, weight), False)[0]
     assert len(made) == whole
-    assert_same_bits(y, cpu.linear_fwd(x, narrow, None, None, None, False, panels(narrow.t()))[0])
+    assert_same_bits(y, cpu.linear_fwd(LinearInputs(x, narrow, panels=panels(narrow.t())), False)[0])
     monkeypatch.setattr(
         launcher, "_product", lambda *args, **options: wide.append(args[1].dtype) or product(*args, **options)
     )
-    dx = cpu.linear_bwd(dy, x, weight, None, None, True, False, False)[0]
+    dx = cpu.linear_bwd(dy, LinearSaved(x, weight), LinearNeeds(True, False, False))[0]
     assert wide in ([dtype if whole else torch.float32], [])  # in float32 MKL's products may serve
     assert wide or dtype == torch.float32
     if dtype != torch.float32:
@@ -691,11 +698,11 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
     packed = cpu.linear_panels(weight)
     for rows in (1, few - 1, few, few + 1):
         x, dy = randn(rows, 30), randn(rows, 20, seed=1)
-        y = cpu.linear_fwd(x, weight, None, "gelu", None, False)[0]
-        grads = cpu.linear_bwd(dy, x, weight, dy, "gelu", True, True, True)
+        y = cpu.linear_fwd(LinearInputs(x, weight, activation="gelu"), False)[0]
+        grads = cpu.linear_bwd(dy, LinearSaved(x, weight, dy, "gelu"), LinearNeeds())
         assert seen == (["linear_fwd", "linear_bwd"] if rows < few else [])
         seen.clear()
-        ours = cpu.linear_fwd(x, weight, None, "gelu", None, False, packed)[0]
+        ours = cpu.linear_fwd(LinearInputs(x, weight, activation="gelu", panels=packed), False)[0]
         assert seen == []
         torch.testing.assert_close(y, ours, rtol=1e-5, atol=1e-5)
         truth = dy.double() * slope_ref(dy.double(), "gelu")

@@ -13,6 +13,7 @@ import torch
 
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
+from fastbert.ops.linear import LinearInputs
 from fastbert.runtime import loader
 from tests.cpu.test_linear import (
     SIZES,
@@ -69,7 +70,9 @@ def test_long_sums_are_as_good_as_with_floats(depth):
     errors = {}
     for isa in ("avx512", "avx512_bf16"):
         _C.set_cpu_isa(isa)
-        errors[isa] = (cpu.linear_fwd(x, w, None, None, -near, False, packed)[0] - rest).abs()
+        errors[isa] = (
+            cpu.linear_fwd(LinearInputs(x, w, residual=-near, panels=packed), False)[0] - rest
+        ).abs()
     assert errors["avx512_bf16"].mean() <= 1.5 * errors["avx512"].mean()
     assert errors["avx512_bf16"].max() <= 2**-20 * (x.double().abs() @ w.double().abs().T).max()
 
@@ -81,11 +84,11 @@ def test_it_multiplies_by_pairs():
     found = {}
     for isa in ("avx2", "avx512", "avx512_bf16"):
         _C.set_cpu_isa(isa)
-        found[isa] = cpu.linear_fwd(x, w, None, None, None, False)[0][0].tolist()
+        found[isa] = cpu.linear_fwd(LinearInputs(x, w), False)[0][0].tolist()
     assert found["avx2"] == found["avx512"] == [2.0**-30, 2.0**-120, 2.0**-133]
     assert found["avx512_bf16"] == [0.0, 2.0**-120, 0.0]
     bias = torch.tensor([2.0**-130, -(2.0**-133), 3 * 2.0**-133], dtype=BF16)
-    y = cpu.linear_fwd(torch.zeros_like(x), w, bias, None, None, False)[0][0]
+    y = cpu.linear_fwd(LinearInputs(torch.zeros_like(x), w, bias), False)[0][0]
     assert_same_bits(y, bias, "subnormal results")
 
 
@@ -106,7 +109,7 @@ def test_neighbours_are_not_read():
         own = [t.clone() for t in (x, weight, g)]
         results = [
             (
-                cpu.linear_fwd(x, weight, None, None, g, False)[0],
+                cpu.linear_fwd(LinearInputs(x, weight, residual=g), False)[0],
                 launcher._product(g, weight, depth),
                 launcher._product(g.t(), x, depth),
             )
@@ -126,7 +129,7 @@ def test_panels_serve_every_instruction_set():
             _C.set_cpu_isa(made)
             packed = cpu.linear_panels(weight)
             _C.set_cpu_isa(used)
-            y = cpu.linear_fwd(x, weight, None, None, None, False, packed)[0]
+            y = cpu.linear_fwd(LinearInputs(x, weight, panels=packed), False)[0]
             assert (y == truth).double().mean() >= 0.99, (made, used)
 
 

@@ -12,6 +12,7 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, GATE_CODES, GATES, halves, joined
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import loader
 from tests.support.cpu_checks import assert_same_on_any_threads
 from tests.support.cpu_truth import HALF, activation64, assert_same_bits, randn, strided_rows
@@ -37,8 +38,8 @@ def every_product_on_our_kernels(monkeypatch):
 
 
 def product(x, weight, bias, activation, residual, gated, panels):
-    y, pre = cpu.linear_fwd(x, weight, bias, activation, residual, True, panels, gated)
-    alone, nothing = cpu.linear_fwd(x, weight, bias, activation, residual, False, panels, gated)
+    y, pre = cpu.linear_fwd(LinearInputs(x, weight, bias, activation, residual, gated, panels), True)
+    alone, nothing = cpu.linear_fwd(LinearInputs(x, weight, bias, activation, residual, gated, panels), False)
     assert_same_bits(alone, y)
     assert nothing.shape == (0,)
     return y, pre
@@ -76,7 +77,7 @@ def test_every_size(every_isa, dtype, gated, guarded):
         y, pre = product(*given, packed)
         assert_gates(y, pre, (x, weight, bias, residual), activation, gated)
         # the panels change no sum
-        assert_same_bits(pre, cpu.linear_fwd(x, weight, bias, None, None, False)[0])
+        assert_same_bits(pre, cpu.linear_fwd(LinearInputs(x, weight, bias), False)[0])
         # as b itself, its rows and then its columns one after the other
         for b in (weight.t(), weight.t().contiguous()):
             saved = torch.full_like(pre, math.nan)
@@ -91,14 +92,16 @@ def test_a_wide_weight_is_rounded_as_it_is_read(every_isa, dtype, guarded):
         x, wide = randn(rows, depth, dtype=dtype), randn(2 * half, depth, seed=1)
         bias = randn(2 * half, seed=2)
         weight, narrow = wide.to(dtype), bias.to(dtype).float()
-        found = cpu.linear_fwd(x, wide, narrow, "silu", None, True, None, "first")
+        found = cpu.linear_fwd(LinearInputs(x, wide, narrow, "silu", gated="first"), True)
         for a, e in zip(
-            found, cpu.linear_fwd(x, weight, bias.to(dtype), "silu", None, True, None, "first"), strict=True
+            found,
+            cpu.linear_fwd(LinearInputs(x, weight, bias.to(dtype), "silu", gated="first"), True),
+            strict=True,
         ):
             assert_same_bits(a, e)
         dy, pre = randn(rows, half, dtype=dtype, seed=3), found[1]
-        grads = cpu.linear_bwd(dy, x, wide, pre, "silu", True, True, True, "first")
-        rounded = cpu.linear_bwd(dy, x, weight, pre, "silu", True, True, True, "first")
+        grads = cpu.linear_bwd(dy, LinearSaved(x, wide, pre, "silu", "first"), LinearNeeds())
+        rounded = cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "silu", "first"), LinearNeeds())
         assert [g.dtype for g in grads] == [dtype, torch.float32, torch.float32]
         for a, e in zip(grads, rounded, strict=True):
             assert_same_bits(a.to(dtype), e)
@@ -138,12 +141,12 @@ def test_backward_is_the_products_of_the_gradient(every_isa, rows, guarded):
     x, weight = randn(rows, 24), randn(90, 24, seed=1)
     dy, pre = randn(rows, 45, seed=2), randn(rows, 90, seed=3)
     g, dbias = gradient(dy, pre, "gelu", "second")
-    found = cpu.linear_bwd(dy, x, weight, pre, "gelu", True, True, True, "second")
+    found = cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "second"), LinearNeeds())
     for a, e in zip(found, (g.double() @ weight.double(), g.T.double() @ x.double(), dbias), strict=True):
         torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-4)
     for i in range(3):
         need = [i == j for j in range(3)]
-        alone = cpu.linear_bwd(dy, x, weight, pre, "gelu", *need, "second")
+        alone = cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "second"), LinearNeeds(*need))
         assert [t.numel() > 0 for t in alone] == [
             n and t.numel() > 0 for n, t in zip(need, found, strict=True)
         ]
@@ -154,8 +157,8 @@ def test_any_number_of_threads(threads):
     x, weight, dy = randn(330, 200), randn(1400, 200, seed=1), randn(330, 700, seed=2)
 
     def call():
-        y, pre = cpu.linear_fwd(x, weight, weight[:, 0].contiguous(), "gelu", dy, True, None, "first")
-        return y, pre, *cpu.linear_bwd(dy, x, weight, pre, "gelu", True, True, True, "first")
+        y, pre = cpu.linear_fwd(LinearInputs(x, weight, weight[:, 0].contiguous(), "gelu", dy, "first"), True)
+        return y, pre, *cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "first"), LinearNeeds())
 
     assert_same_on_any_threads(call, repeats=5)
 
@@ -190,7 +193,7 @@ def test_panels_for_the_other_kind_of_call_are_refused():
     for gated, maker in (("first", r"panel_maker\(…, gated=True\)"), (None, r"panel_maker\(…\)")):
         packed = cpu.linear_panels(weight, gated=gated is None)
         with pytest.raises(ValueError, match=rf"panels: expected what {maker} makes of weight \(128, 20\)"):
-            cpu.linear_fwd(x, weight, None, "gelu", None, False, packed, gated)
+            cpu.linear_fwd(LinearInputs(x, weight, activation="gelu", gated=gated, panels=packed), False)
 
 
 @pytest.mark.parametrize(

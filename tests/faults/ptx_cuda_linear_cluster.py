@@ -1,7 +1,5 @@
 """Faults of products by clusters and of chained launches, in the PTX emulator."""
 
-
-
 from tests.support.mutation import IN_EMULATOR, Suite, faults_of
 
 _fault = faults_of("csrc/cuda/linear_cluster_hopper.cu")

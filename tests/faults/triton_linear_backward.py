@@ -28,8 +28,8 @@ FAULTS = (
     _fault("dy overwritten by g", "g = dy.new_empty((rows, out_features)) if new_g else dy", "g = dy"),
     _fault("one column block of dbias", "(triton.cdiv(out_features, 32), 1), dy.device", "(1, 1), dy.device"),
     _fault("a partial sum too few", "None, None, programs)", "None, None, max(1, programs - 1))"),
-    _fault("dx from dy", "g @ weight if need_dx", "dy @ weight if need_dx"),
-    _fault("dweight needs dx", "need_g = need_dx or need_dweight", "need_g = need_dx"),
+    _fault("dx from dy", "g @ saved.weight if need.dx", "dy @ saved.weight if need.dx"),
+    _fault("dweight needs dx", "need.dx or need.dweight, need.dbias", "need.dx, need.dbias"),
     _fault("dbias rounded twice", "partials = dy.new_empty((programs, out_features), dtype=torch.float32)", "partials = dy.new_empty((programs, out_features))"),
     _fault("dbias not computed without an activation", "if rows == 0 or not (new_g or need_dbias):", "if rows == 0 or not new_g:"),
     # derivatives

@@ -281,7 +281,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(launches):
         needs = [args[-6:-3] for name, args in launched("all", key) if name == "attention_bwd"]
         assert needs == [(True,) * 3, tuple(name == key for name in ("query", "key", "value"))]
     biases = launched("all but biases", "")
-    needs = [args[5:8] for name, args in biases if name == "linear_bwd"]
+    needs = [args[6:9] for name, args in biases if name == "linear_bwd"]
     assert len(needs) == 2 * 6 + 2
     assert not any(need_dweight for _, need_dweight, _ in needs)
     assert all(args[1] is None for name, args in biases if name == "linear_bwd")  # x was not kept

@@ -38,3 +38,15 @@ def test_wrong_operands_are_named(op):
             continue
         with pytest.raises((TypeError, ValueError), match=r"^[\w, ]+: "):
             function(**{**base, name: change(t)})
+
+
+@pytest.mark.parametrize("op", [op for op in PUBLIC if op.partition(",")[0] not in (*MOVED, "encoder_layer")])
+def test_integers_alone_are_refused(op):
+    """Where no operand differs from the others."""
+    base = {name: WRONG["of another kind"](t) if is_float(t) else t for name, t in PUBLIC[op].args().items()}
+    with pytest.raises((TypeError, ValueError), match=r"^[\w, ]+: expected "):
+        PUBLIC[op].function(**base)
+
+
+def is_float(t: object) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()

@@ -13,7 +13,7 @@ from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.ops import linear as op
 from fastbert.ops.activation import ACTIVATIONS, GATES, activate_eager, activate_ref, slope_ref
-from fastbert.ops.linear import linear, linear_ref, panel_maker
+from fastbert.ops.linear import LinearInputs, linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.inputs import name, randn
@@ -219,8 +219,8 @@ def test_a_residual_of_another_dtype_is_promoted(backend):
 def test_nothing_needless_is_computed_for_frozen_inputs(noted, trainable, expected):
     from fastbert.backends import aten
 
-    def asked(dy, x, weight, pre, activation, *need, gated=None):
-        return need[:3], x is not None, weight is not None
+    def asked(dy, saved, need):
+        return need, saved.x is not None, saved.weight is not None
 
     seen = noted(aten, "linear_bwd", asked)
     tensors = {"x": randn(3, 6), "w": randn(4, 6), "b": randn(4), "r": randn(3, 4)}
@@ -242,11 +242,13 @@ def test_nothing_needless_is_computed_for_frozen_inputs(noted, trainable, expect
 def test_pre_is_saved_only_for_an_activation_and_a_gradient(backend):
     module = dispatch.backend_module(backend)
     x, w = randn(3, 6), randn(4, 6)
-    assert module.linear_fwd(x, w, None, "gelu", None, False)[1].shape == (0,)
-    assert module.linear_fwd(x, w, None, None, None, True)[1].shape == (0,)
-    torch.testing.assert_close(module.linear_fwd(x, w, None, "gelu", None, True)[1], x @ w.T)
-    assert module.linear_fwd(x, w, None, "gelu", None, False, None, "first")[1].shape == (0,)
-    torch.testing.assert_close(module.linear_fwd(x, w, None, "gelu", None, True, None, "first")[1], x @ w.T)
+    assert module.linear_fwd(LinearInputs(x, w, activation="gelu"), False)[1].shape == (0,)
+    assert module.linear_fwd(LinearInputs(x, w), True)[1].shape == (0,)
+    torch.testing.assert_close(module.linear_fwd(LinearInputs(x, w, activation="gelu"), True)[1], x @ w.T)
+    assert module.linear_fwd(LinearInputs(x, w, activation="gelu", gated="first"), False)[1].shape == (0,)
+    torch.testing.assert_close(
+        module.linear_fwd(LinearInputs(x, w, activation="gelu", gated="first"), True)[1], x @ w.T
+    )
 
 
 # --- packed weights -----------------------------------------------------------------------------------------

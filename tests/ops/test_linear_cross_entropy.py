@@ -206,11 +206,11 @@ def test_only_gradients_that_are_asked_for_are_computed(monkeypatch, asked, chun
     expected = gradients(linear_cross_entropy(*given, LABELS), given)[1:]
     products, launch, add = [], linear.linear_bwd, composed.add_product
 
-    def spy(dy, x, weight, pre, activation, *needs):
+    def spy(dy, saved, needs):
         products.append(needs)
-        assert (x is None) == (not needs[1])
-        assert (weight is None) == (not needs[0])
-        return launch(dy, x, weight, pre, activation, *needs)
+        assert (saved.x is None) == (not needs.dweight)
+        assert (saved.weight is None) == (not needs.dx)
+        return launch(dy, saved, needs)
 
     monkeypatch.setattr(linear, "linear_bwd", spy)
     monkeypatch.setattr(
@@ -307,7 +307,7 @@ def test_who_multiplies_the_logits_on_a_cpu(dtype, leads, pairs, slow, expected,
     monkeypatch.setattr(cpu_linear, "mkl_leads", lambda transposed=False: leads)
     monkeypatch.setattr(cpu_linear, "by_pairs", lambda dtype: pairs)
     monkeypatch.setattr(aten_linear, "bf16_is_slow", lambda: slow)
-    seen = noted(aten_linear, "linear_fwd", lambda x, *_: x.dtype)
+    seen = noted(aten_linear, "linear_fwd", lambda inputs, *_: inputs.x.dtype)
     monkeypatch.setattr(cpu_linear, "_FEWEST_ROWS", 0)
     given, labels = inputs(70, 32, 50), torch.arange(70) % 50
     with (
@@ -375,7 +375,7 @@ def test_added_classes_change_neither_loss_nor_gradients(biased, rows, needs):
     """6 classes as 8, in one part and in several; what is kept for backward has them too."""
     x, weight, bias = inputs(dtype=torch.bfloat16, grad=False)
     given = op.LossInputs(x, weight, bias if biased else None, LABELS, 5, IGNORE, 0.0, rows)
-    needs = op.LossNeeds(needs[0], needs[1], needs[2] and biased)
+    needs = op.LinearNeeds(needs[0], needs[1], needs[2] and biased)
     found = []
     for multiple in (1, 8):
         forward, backward = composed.chunked(composed.linear, composed.cross_entropy, multiple)

@@ -12,7 +12,8 @@ from fastbert.backends import aten, cuda
 from fastbert.backends.cuda import feed_forward
 from fastbert.backends.cuda import linear as launchers
 from fastbert.ops.activation import ACTIVATIONS, activate_ref, slope_ref
-from fastbert.ops.feed_forward import FeedForwardNeeds
+from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
 from fastbert.testing.op_cases import linear as linear_cases
@@ -68,10 +69,10 @@ def test_every_forward_tile(emulated, linear, plan, schedule):
         bias = whole_numbers(out, dtype=dtype, most=1, seed=3)
         residual = whole_numbers(rows, out, dtype=dtype, most=1, seed=4)
         z = x.float() @ weight.float().T + bias.float()
-        y, pre = linear.linear_fwd_with(plan, x, weight, bias, "relu", residual, True)
+        y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "relu", residual), True)
         assert_same_values(y, (z.relu() + residual.float()).to(dtype))
         assert_same_values(pre, z.to(dtype))
-        y, _ = linear.linear_fwd_with(plan, x, weight, bias, None, residual, False)
+        y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, residual=residual), False)
         assert_same_values(y, (z + residual.float()).to(dtype))
 
 
@@ -83,7 +84,7 @@ def test_a_block_with_a_multiprocessor_to_itself_has_a_longer_ring(emulated, lin
 
     def product(rows, depth, out, parts=1):
         x, weight = (whole_numbers(n, depth, dtype=BF16, most=1, seed=n) for n in (rows, out))
-        y, _ = linear.linear_fwd_with((tile, parts), x, weight, None, None, None, False)
+        y, _ = linear.linear_fwd_with((tile, parts), LinearInputs(x, weight), False)
         assert_same_values(y, (x.float() @ weight.float().T).bfloat16())
         # that of the product: with parts another one adds them
         return emulated.launches[-min(parts, 2)].shared_bytes // ((tile + 128) * 64 * 2)
@@ -110,7 +111,7 @@ def test_every_backward_tile(emulated, linear, plan, schedule):
             for i, size in enumerate(((rows, out), (rows, depth), (out, depth)))
         )
         plans = plan, (128, plan[1])
-        found = linear.linear_bwd_with(plans, dy, x, weight, None, None, True, True, True)
+        found = linear.linear_bwd_with(plans, dy, LinearSaved(x, weight), LinearNeeds())
         truths = dy.float() @ weight.float(), dy.float().T @ x.float(), dy.float().sum(0)
         for grad, truth in zip(found, truths, strict=True):
             assert_same_values(grad, truth.to(dtype))
@@ -137,7 +138,7 @@ def test_every_activation(linear, kernels_only, tile, dtype, activation):
     truth = activate_ref(z, activation) + residual.double()
     loose = 2e-3 * 2**20 if activation == "gelu" else 16
     for parts in (1, 2):
-        given = (tile, parts), x, weight, bias, activation, residual
+        given = (tile, parts), LinearInputs(x, weight, bias, activation, residual)
         y, pre = linear.linear_fwd_with(*given, True)
         assert_rounds_to(y, truth, loose, "y")
         if activation:
@@ -153,7 +154,7 @@ def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(linear, kernels_only, p
     case = LinearCase(72, 128, 200, "gelu")
     inputs = case.inputs(dtype, "cpu")
     x, weight, bias = (inputs[k] for k in ("x", "weight", "bias"))
-    y, pre = linear.linear_fwd_with(plan, x, weight, bias, "gelu", None, True)
+    y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "gelu"), True)
     truth = case.oracle(**{k: v if v is None else v.double() for k, v in inputs.items()})
     assert testing.error_rule.compare(y, case.eager(**inputs), truth, dtype)[-1] == ""
     assert_rounds_to(pre, x.double() @ weight.double().T + bias.double(), 16, "pre")
@@ -163,7 +164,7 @@ def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(linear, kernels_only, p
 def test_exact_gelu_is_correctly_rounded(linear, exact_gelu, dtype):
     """By a product with the unit matrix, so that the activation's argument is known."""
     z = torch.linspace(-6, 6, 128 * 40).view(-1, 8).to(dtype)
-    y, pre = linear.linear_fwd(z, torch.eye(8, dtype=dtype), None, "gelu", None, True)
+    y, pre = linear.linear_fwd(LinearInputs(z, torch.eye(8, dtype=dtype), activation="gelu"), True)
     assert_same_bits(pre, z)
     wrong = (y != activate_ref(z.double(), "gelu").to(dtype)).double().mean().item()
     assert wrong <= 1e-3
@@ -181,7 +182,7 @@ def test_many_tiles(linear, kernels_only, tile):
     """Groups of row tiles, the last one not full; several columns of tiles."""
     rows = 20 * tile + 1
     x, weight = whole_numbers(rows, 40, dtype=BF16, most=1), whole_numbers(257, 40, dtype=BF16, most=1)
-    y, _ = linear.linear_fwd_with((tile, 1), x, weight, None, None, None, False)
+    y, _ = linear.linear_fwd_with((tile, 1), LinearInputs(x, weight), False)
     assert_same_values(y, (x.float() @ weight.float().T).bfloat16())
 
 
@@ -194,13 +195,13 @@ def test_backward_makes_only_what_is_wanted(linear, kernels_only, activation):
         randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((20, 24), (20, 40), (24, 40), (20, 24)))
     )
     pre = pre if activation else None
-    full = linear.linear_bwd(dy, x, weight, pre, activation, True, True, True)
+    full = linear.linear_bwd(dy, LinearSaved(x, weight, pre, activation), LinearNeeds())
     g = dy.double() * (slope_ref(pre.double(), activation) if activation else 1)
     for a, truth in zip(full, (g @ weight.double(), g.T @ x.double(), g.sum(0)), strict=True):
         assert (a.double() - truth).abs().max() < 0.02 * truth.abs().max()
     for need in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
-        given = dy, x if need[1] else None, weight if need[0] else None, pre, activation
-        for a, b, wanted in zip(linear.linear_bwd(*given, *need), full, need, strict=True):
+        saved = LinearSaved(x if need[1] else None, weight if need[0] else None, pre, activation)
+        for a, b, wanted in zip(linear.linear_bwd(dy, saved, LinearNeeds(*need)), full, need, strict=True):
             assert_same_bits(a, b if wanted else dy.new_empty(0))
 
 
@@ -240,7 +241,7 @@ def test_column_sums_count_every_row_once(linear, kernels_only, rows, plan, acti
 def test_bias_gradient_of_many_rows(linear):
     """More rows than blocks of the pass, and a second block of columns."""
     dy = whole_numbers(301, 520, dtype=torch.float16)
-    dbias = linear.linear_bwd(dy, None, None, None, None, False, False, True)[2]
+    dbias = linear.linear_bwd(dy, LinearSaved(None, None), LinearNeeds(False, False))[2]
     assert_same_values(dbias, dy.float().sum(0).half())
 
 
@@ -255,11 +256,13 @@ def test_rows_among_poison(linear, kernels_only, gap, plan):
         strided_rows(rows, columns, BF16, space, seed=i)[0]
         for i, (rows, columns, space) in enumerate(((35, 72, gap), (56, 72, gap), (35, 56, gap - 5)))
     )
-    y, _ = linear.linear_fwd_with(plan, x, weight, None, None, residual, False)
+    y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, residual=residual), False)
     assert_rounds_to(y, x.double() @ weight.double().T + residual.double(), 64)
     if plan[0] >= 64:
         dy, plans = randn(35, 56, dtype=BF16, seed=3), ((plan[0], 1), (128, 1))
-        dx, dweight, _ = linear.linear_bwd_with(plans, dy, x, weight, None, None, True, True, False)
+        dx, dweight, _ = linear.linear_bwd_with(
+            plans, dy, LinearSaved(x, weight), LinearNeeds(True, True, False)
+        )
         assert_rounds_to(dx, dy.double() @ weight.double(), 64)
         assert_rounds_to(dweight, dy.double().T @ x.double(), 64)
 
@@ -274,7 +277,7 @@ def test_residual_and_bias_at_any_address(linear, kernels_only, offset, out, str
     x, weight = (whole_numbers(n, 16, dtype=torch.float16, seed=n) for n in (20, out))
     truth = x.float() @ weight.float().T + bias.float() + residual.float()
     for plan in ((128, 1), (32, 1)):
-        y, _ = linear.linear_fwd_with(plan, x, weight, bias, None, residual, False)
+        y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, residual=residual), False)
         assert_same_values(y, truth.half())
 
 
@@ -289,7 +292,7 @@ def test_what_is_not_finite_stays_in_its_row(linear, monkeypatch, dtype, activat
     x[17:20, 0] = torch.tensor(bad, dtype=dtype)
     weight = torch.zeros(24, 16, dtype=dtype)
     weight[:, 0] = 1
-    y, pre = linear.linear_fwd(x, weight, None, activation, None, True)
+    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation=activation), True)
     assert torch.isfinite(y[:17]).all()
     assert torch.isnan(y[17]).all()
     high = {"tanh": 1.0}.get(activation, bad[1])
@@ -314,10 +317,10 @@ def test_every_schedule_returns_the_same_bits(emulated, linear, kernels_only, pl
     )
     first = None
     for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2)):
-        found = linear.linear_fwd_with(plan, x, weight, None, "gelu", pre, True)
+        found = linear.linear_fwd_with(plan, LinearInputs(x, weight, activation="gelu", residual=pre), True)
         if plan[0] >= 64:
             plans = (plan[0], 1), (128, plan[1])
-            found += linear.linear_bwd_with(plans, dy, x, weight, pre, "gelu", True, True, True)
+            found += linear.linear_bwd_with(plans, dy, LinearSaved(x, weight, pre, "gelu"), LinearNeeds())
             found += linear.inner_gradient(x, inner, pre, "gelu", True, plan)
         first = first or found
         for a, b in zip(found, first, strict=True):
@@ -338,14 +341,14 @@ def test_the_next_backend_takes_the_rest(linear, aten_follows, monkeypatch):
         (x, memory[515 : 515 + 10 * 32].view(10, 32)),
         (x[:, :28], weight[:, :28]),
     ):
-        y = linear.linear_fwd(own_x, own_weight, None, None, None, False)[0]
+        y = linear.linear_fwd(LinearInputs(own_x, own_weight), False)[0]
         assert_same_bits(y, own_x @ own_weight.T)
     dy = memory[:60].view(6, 10)  # 10 is no multiple of 8
-    grads = linear.linear_bwd(dy, x, weight, None, None, True, True, True)
+    grads = linear.linear_bwd(dy, LinearSaved(x, weight), LinearNeeds())
     for a, b in zip(grads, (dy @ weight, dy.T @ x, dy.sum(0)), strict=True):
         assert_same_bits(a, b)
     up, down, pre = memory[: 10 * 32].view(10, 32), memory[:320].view(32, 10), memory[:60].view(6, 10)
-    args = x, x, up, down, pre, pre, "gelu", FeedForwardNeeds(True, True, True, True)
+    args = x, FeedForwardSaved(x, up, down, pre, pre, "gelu"), FeedForwardNeeds(True, True, True, True)
     for a, b in zip(linear.feed_forward_bwd(*args), aten.feed_forward_bwd(*args), strict=True):
         assert_same_bits(a, b)
 
@@ -359,13 +362,13 @@ def test_many_rows_go_on_where_our_products_are_slower(linear, aten_follows, mon
         randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((512, 16), (24, 16), (512, 24)))
     )
     for activation in ("gelu", "relu", "silu"):
-        given = x, weight, None, activation, residual, True
+        given = LinearInputs(x, weight, None, activation, residual), True
         for a, b in zip(linear.linear_fwd(*given), aten.linear_fwd(*given), strict=True):
             assert_same_bits(a, b)
     assert made == []
-    linear.linear_fwd(x[:511], weight, None, "relu", None, False)
+    linear.linear_fwd(LinearInputs(x[:511], weight, activation="relu"), False)
     monkeypatch.setattr(launchers, "EXACT_GELU", True)
-    linear.linear_fwd(x, weight, None, "gelu", None, False)
+    linear.linear_fwd(LinearInputs(x, weight, activation="gelu"), False)
     assert len(made) == 2
 
 
@@ -375,10 +378,10 @@ def test_backward_products_are_pytorchs_where_ours_are_slower(linear, monkeypatc
     dy, x, pre, weight = (
         randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((70, 72), (70, 40), (70, 72), (72, 40)))
     )
-    own = linear.linear_bwd(dy, x, weight, pre, activation, True, True, True)
+    own = linear.linear_bwd(dy, LinearSaved(x, weight, pre, activation), LinearNeeds())
     monkeypatch.setattr(cuda.device, "has_group_products", lambda device: True)
     monkeypatch.setattr(launchers, "product", None)
-    given = linear.linear_bwd(dy, x, weight, pre, activation, True, True, True)
+    given = linear.linear_bwd(dy, LinearSaved(x, weight, pre, activation), LinearNeeds())
     g = dy if activation is None else linear.gradient(dy, pre, activation, True, False)[0]
     assert_same_bits(given[2], own[2])
     for a, b, truth in zip(
@@ -386,7 +389,9 @@ def test_backward_products_are_pytorchs_where_ours_are_slower(linear, monkeypatc
     ):
         assert_rounds_to(a, truth, 64)
         assert_rounds_to(b, truth, 64)
-    only_dx = linear.linear_bwd(dy, None, weight, pre, activation, True, False, False)
+    only_dx = linear.linear_bwd(
+        dy, LinearSaved(None, weight, pre, activation), LinearNeeds(True, False, False)
+    )
     assert [t.shape for t in only_dx] == [(70, 40), (0,), (0,)]
 
 
@@ -406,9 +411,9 @@ def test_the_gradient_between_is_a_pass_where_our_products_are_slower(linear, mo
 
 def test_no_rows(linear):
     x, weight = torch.empty(0, 16, dtype=BF16), randn(24, 16, dtype=BF16)
-    y, pre = linear.linear_fwd(x, weight, None, "gelu", None, True)
+    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation="gelu"), True)
     assert y.shape == pre.shape == (0, 24)
-    dx, dweight, dbias = linear.linear_bwd(y, x, weight, pre, "gelu", True, True, True)
+    dx, dweight, dbias = linear.linear_bwd(y, LinearSaved(x, weight, pre, "gelu"), LinearNeeds())
     assert dx.shape == (0, 16)
     assert (dweight == 0).all()
     assert (dbias == 0).all()

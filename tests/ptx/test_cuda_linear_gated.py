@@ -11,6 +11,7 @@ from fastbert import testing
 from fastbert.backends import aten, cuda
 from fastbert.backends.cuda import linear as launchers
 from fastbert.ops.activation import ACTIVATIONS, GATES, activate_ref, gradient_ref, halves
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.cpu_truth import (
@@ -59,14 +60,14 @@ def test_every_tile(emulated, linear, kernels_only, plan, gated, schedule):
         truth = active * other
         # in the epilogue, and in the pass that adds parts
         for activation in ("gelu", "silu", "relu"):
-            given = plan, x, weight, bias, activation
-            y, pre = linear.linear_fwd_with(*given, residual, True, gated)
+            given = LinearInputs(x, weight, bias, activation, gated=gated)
+            y, pre = linear.linear_fwd_with(plan, given._replace(residual=residual), True)
             assert_same_values(pre, z.to(dtype))
             assert_same_values(y, (truth + residual.float()).to(dtype))
-            y, none = linear.linear_fwd_with(*given, None, False, gated)
+            y, none = linear.linear_fwd_with(plan, given, False)
             assert_same_values(y, truth.to(dtype))
             assert none.shape == (0,)
-        y, pre = linear.linear_fwd_with(plan, x, weight, None, "relu", None, True, gated)
+        y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, activation="relu", gated=gated), True)
         z = x.float() @ weight.float().T
         assert_same_values(y, activate_ref(z, "relu", gated).to(dtype))
 
@@ -84,8 +85,8 @@ def test_every_activation(linear, kernels_only, tile, dtype, activation, gated):
     # times the other half
     loose = halves(z, gated)[1].abs().max().item() * (2e-3 * 2**20 if activation == "gelu" else 16)
     for parts in (1, 2):
-        given = (tile, parts), x, weight, bias, activation, residual
-        y, pre = linear.linear_fwd_with(*given, True, gated)
+        given = LinearInputs(x, weight, bias, activation, residual, gated)
+        y, pre = linear.linear_fwd_with((tile, parts), given, True)
         assert_rounds_to(y, truth, loose, "y")
         assert_rounds_to(pre, z, 16, "pre")
 
@@ -98,7 +99,7 @@ def test_gelu_obeys_the_error_rule_in_every_kernel(linear, kernels_only, monkeyp
     case = LinearCase(72, 128, 208, "gelu", gated="second")
     inputs = case.inputs(dtype, "cpu")
     x, weight, bias = (inputs[k] for k in ("x", "weight", "bias"))
-    y, _ = linear.linear_fwd_with(plan, x, weight, bias, "gelu", None, False, "second")
+    y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "gelu", gated="second"), False)
     truth = case.oracle(**{k: v if v is None else v.double() for k, v in inputs.items()})
     assert testing.error_rule.compare(y, case.eager(**inputs), truth, dtype)[-1] == ""
 
@@ -107,7 +108,7 @@ def test_many_tiles(linear, kernels_only):
     """Groups of row tiles, the last one not full; several columns of tiles."""
     x, weight = whole_numbers(321, 40, dtype=BF16, most=1), whole_numbers(322, 40, dtype=BF16, most=1)
     y, _ = linear.linear_fwd_with(
-        (16, 1), x, weight, high_bias(322, "first", BF16), "gelu", None, False, "first"
+        (16, 1), LinearInputs(x, weight, high_bias(322, "first", BF16), "gelu", gated="first"), False
     )
     active, other = halves(x.float() @ weight.float().T + high_bias(322, "first", BF16).float(), "first")
     assert_same_values(y, (active * other).bfloat16())
@@ -119,7 +120,7 @@ def test_a_block_with_a_multiprocessor_to_itself_has_a_longer_ring(emulated, lin
 
     def product(rows, columns):
         x, weight = (whole_numbers(n, 64 * slots, dtype=BF16, most=1, seed=n) for n in (rows, 2 * columns))
-        linear.linear_fwd_with((tile, 1), x, weight, None, "gelu", None, False, "first")
+        linear.linear_fwd_with((tile, 1), LinearInputs(x, weight, activation="gelu", gated="first"), False)
         return emulated.launches[-1].shared_bytes // ((tile + 128) * 64 * 2)
 
     assert product(tile, 66 * 64) == slots
@@ -152,7 +153,7 @@ def test_bias_gradient_of_many_rows(linear, kernels_only):
     pre = torch.cat(
         (torch.full((601, 16), 32.0), whole_numbers(601, 16, dtype=torch.float32, seed=1)), 1
     ).half()
-    dbias = linear.linear_bwd(dy, None, None, pre, "relu", False, False, True, "first")[2]
+    dbias = linear.linear_bwd(dy, LinearSaved(None, None, pre, "relu", "first"), LinearNeeds(False, False))[2]
     da, db = (dy.float() * pre[:, 16:].float()).sum(0), 32 * dy.float().sum(0)
     assert_same_values(dbias, torch.cat((da, db)).half())
 
@@ -166,8 +167,9 @@ def test_backward_makes_only_what_is_wanted(linear, kernels_only, needs):
     )
     g = gradient_ref(dy.double(), pre.double(), "silu", "second")
     truths = g @ weight.double(), g.T @ x.double(), g.sum(0)
-    given = dy, x if needs[1] else None, weight if needs[0] else None, pre, "silu"
-    for found, truth, wanted in zip(linear.linear_bwd(*given, *needs, "second"), truths, needs, strict=True):
+    saved = LinearSaved(x if needs[1] else None, weight if needs[0] else None, pre, "silu", "second")
+    grads = linear.linear_bwd(dy, saved, LinearNeeds(*needs))
+    for found, truth, wanted in zip(grads, truths, needs, strict=True):
         if wanted:
             assert (found.double() - truth).abs().max() < 0.02 * truth.abs().max()
         else:
@@ -184,7 +186,9 @@ def test_rows_among_poison(linear, kernels_only, plan):
         strided_rows(rows, columns, BF16, space, seed=i)[0]
         for i, (rows, columns, space) in enumerate(((35, 72, 8), (112, 72, 24), (35, 56, 3)))
     )
-    y, _ = linear.linear_fwd_with(plan, x, weight, None, "silu", residual, False, "first")
+    y, _ = linear.linear_fwd_with(
+        plan, LinearInputs(x, weight, activation="silu", residual=residual, gated="first"), False
+    )
     z = x.double() @ weight.double().T
     assert_rounds_to(y, activate_ref(z, "silu", "first") + residual.double(), 64 * z.abs().max().item())
 
@@ -193,7 +197,7 @@ def test_rows_among_poison(linear, kernels_only, plan):
 def test_what_is_not_finite_stays_in_its_row_and_column(linear, kernels_only, activation):
     x, weight = randn(20, 16, dtype=BF16), randn(48, 16, dtype=BF16, seed=1)
     x[18, 0] = weight[9, 0] = weight[24 + 11, 0] = float("nan")
-    y, pre = linear.linear_fwd(x, weight, None, activation, None, True, None, "first")
+    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation=activation, gated="first"), True)
     bad = torch.zeros(20, 24, dtype=torch.bool)
     bad[18] = bad[:, 9] = bad[:, 11] = True
     assert torch.equal(torch.isnan(y), bad)
@@ -210,8 +214,10 @@ def test_every_schedule_returns_the_same_bits(emulated, linear, kernels_only, pl
     )
     first = None
     for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2)):
-        y, pre = linear.linear_fwd_with(plan, x, weight, None, "gelu", residual, True, "second")
-        found = y, pre, *linear.linear_bwd(dy, x, weight, pre, "gelu", True, True, True, "second")
+        y, pre = linear.linear_fwd_with(
+            plan, LinearInputs(x, weight, activation="gelu", residual=residual, gated="second"), True
+        )
+        found = y, pre, *linear.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "second"), LinearNeeds())
         first = first or found
         for a, b in zip(found, first, strict=True):
             assert_same_bits(a, b)
@@ -231,23 +237,23 @@ def test_the_next_backend_takes_the_rest(linear, monkeypatch):
         without_kernels.setattr(launchers, "product", None)
         without_kernels.setattr(cuda.device, "has_group_products", lambda device: True)
         for own_x, own_weight in ((x, weight), (x[:3, :12], weight[:, :12])):
-            given = own_x, own_weight, None, "gelu", None, True, None, "first"
+            given = LinearInputs(own_x, own_weight, activation="gelu", gated="first"), True
             for a, b in zip(linear.linear_fwd(*given), aten.linear_fwd(*given), strict=True):
                 assert_same_bits(a, b)
-        given = dy, x, weight, pre, "gelu", True, True, True, "first"
+        given = dy, LinearSaved(x, weight, pre, "gelu", "first"), LinearNeeds()
         for a, b in zip(linear.linear_bwd(*given), aten.linear_bwd(*given), strict=True):
             assert_same_bits(a, b)
     made = []
     monkeypatch.setattr(launchers, "product", lambda *given, **_: made.append(given[0]))
-    linear.linear_fwd(x[:511], weight, None, "gelu", None, False, None, "first")
+    linear.linear_fwd(LinearInputs(x[:511], weight, activation="gelu", gated="first"), False)
     assert made == [launchers.FORWARD]
 
 
 def test_no_rows(linear):
     x, weight = torch.empty(0, 16, dtype=BF16), randn(48, 16, dtype=BF16)
-    y, pre = linear.linear_fwd(x, weight, None, "gelu", None, True, None, "first")
+    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation="gelu", gated="first"), True)
     assert (y.shape, pre.shape) == ((0, 24), (0, 48))
-    dx, dweight, dbias = linear.linear_bwd(y, x, weight, pre, "gelu", True, True, True, "first")
+    dx, dweight, dbias = linear.linear_bwd(y, LinearSaved(x, weight, pre, "gelu", "first"), LinearNeeds())
     assert (dx.shape, dweight.shape, dbias.shape) == ((0, 16), (48, 16), (48,))
     assert not dweight.any()
     assert not dbias.any()

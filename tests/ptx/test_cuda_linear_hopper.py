@@ -9,6 +9,8 @@ from fastbert import testing
 from fastbert.backends.cuda import device, feed_forward
 from fastbert.backends.cuda import linear as launchers
 from fastbert.ops.activation import CODES, GATES, activate_ref, halves
+from fastbert.ops.feed_forward import FeedForwardInputs
+from fastbert.ops.linear import LinearInputs
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
 from fastbert.testing.op_cases import linear as linear_cases
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
@@ -215,9 +217,9 @@ def test_which_calls_it_serves(emulated, monkeypatch):
 def test_a_residual_is_for_the_other_kernel(emulated):
     x, weight = (whole_numbers(n, 256, dtype=BF16, most=1, seed=n) for n in (512, 16))
     residual = whole_numbers(512, 16, dtype=BF16)
-    emulated.launcher(launchers.linear_fwd)(x, weight, None, "gelu", residual, False)
+    emulated.launcher(launchers.linear_fwd)(LinearInputs(x, weight, None, "gelu", residual), False)
     assert not any("hopper_kernel" in launch.kernel for launch in emulated.launches)
-    emulated.launcher(launchers.linear_fwd)(x, weight, None, "gelu", None, False)
+    emulated.launcher(launchers.linear_fwd)(LinearInputs(x, weight, None, "gelu"), False)
     assert "hopper_kernel" in emulated.launches[-1].kernel
 
 
@@ -293,6 +295,6 @@ def test_feed_forward_reaches_it(emulated):
     """Its first product; the second one is PyTorch's."""
     x, up = (whole_numbers(n, 256, dtype=BF16, most=1, seed=n) for n in (512, 24))
     down = whole_numbers(8, 24, dtype=BF16, most=1)
-    emulated.launcher(feed_forward.feed_forward_fwd)(x, up, None, down, "gelu", True)
+    emulated.launcher(feed_forward.feed_forward_fwd)(FeedForwardInputs(x, up, None, down, "gelu"), True)
     (launch,) = emulated.launches
     assert "hopper_kernel" in launch.kernel

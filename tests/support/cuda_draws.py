@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from fastbert.ops.activation import GATES, activate_ref
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import HALF, assert_same_values
 
@@ -81,7 +82,7 @@ def check_drawn_products(rng: random.Random, forward: Callable, backward: Callab
     weight = whole_numbers(b_columns, depth, dtype=dtype, most=1, seed=2)
     bias = whole_numbers(b_columns, dtype=dtype, seed=3) if rng.random() < 0.5 else None
     residual = whole_numbers(rows, out, dtype=dtype, seed=4) if rng.random() < 0.5 else None
-    y, pre = forward(plan, x, weight, bias, activation, residual, True, gated)
+    y, pre = forward(plan, LinearInputs(x, weight, bias, activation, residual, gated), True)
     z = x.float() @ weight.float().T + (0 if bias is None else bias.float())
     truth = activate_ref(z, activation, gated) + (0 if residual is None else residual.float())
     name = f"{rows} {depth} {out} {plan} {activation} {gated}"
@@ -96,7 +97,7 @@ def check_drawn_products(rng: random.Random, forward: Callable, backward: Callab
     )
     dy, weight = (whole_numbers(n, out, dtype=dtype, most=1, seed=5) for n in (rows, depth))
     weight = weight.T.contiguous()
-    dx, dweight, dbias = backward(plans, dy, x, weight, None, None, True, True, True)
+    dx, dweight, dbias = backward(plans, dy, LinearSaved(x, weight), LinearNeeds())
     assert_same_values(dx, (dy.float() @ weight.float()).to(dtype), f"dx {name} {plans}")
     assert_same_values(dweight, (dy.float().T @ x.float()).to(dtype), f"dweight {name} {plans}")
     assert_same_values(dbias, dy.float().sum(0).to(dtype), f"dbias {name}")

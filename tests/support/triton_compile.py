@@ -34,6 +34,7 @@ from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.ops.layer_norm import KINDS, LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
 from fastbert.ops.pooling import MODES
@@ -193,7 +194,7 @@ def call_linear(
     t = empty(dtype)
     x, weight = t(rows, in_features), t(out_features, in_features)
     extras = t(out_features) if bias else None, activation, t(rows, out_features) if residual else None
-    of_kernels("linear").linear_fwd_with(config, x, weight, *extras, save)
+    of_kernels("linear").linear_fwd_with(config, LinearInputs(x, weight, *extras), save)
 
 
 def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str | None) -> None:
@@ -475,7 +476,7 @@ def linear_backward_jobs(kernels, full: bool) -> Jobs:
     ):
         if full or (dtype == BF16 and out == 3072 and activation == "gelu"):
             dy = empty(dtype)(TOKENS, out)
-            args = dy, dy[:, :768], dy[:768].t(), dy, activation, True, True, True
+            args = dy, LinearSaved(dy[:, :768], dy[:768].t(), dy, activation), LinearNeeds()
             yield title(dtype, out, activation), arch, partial(kernels.linear_bwd, *args)
 
 
@@ -519,8 +520,8 @@ def linear_gated_jobs(kernels, full: bool) -> Jobs:
                 depth = 768 if aligned else 771
                 t, kind = empty(dtype), "all" if everything else "bare"
                 bias, residual = (t(2304), t(TOKENS, 1152)) if everything else (None, None)
-                given = t(TOKENS, depth), t(2304, depth), bias, "gelu", residual, everything, "first"
-                call = partial(kernels.linear_fwd_with, config, *given)
+                given = LinearInputs(t(TOKENS, depth), t(2304, depth), bias, "gelu", residual, "first")
+                call = partial(kernels.linear_fwd_with, config, given, everything)
                 yield title(dtype, depth, by(*config[:3]), kind), arch, call
     for arch, dtype, activation in product(SHARED_LIMIT, (BF16, FP16, FP32), ACTIVATIONS):
         if full or (dtype == BF16 and activation == "gelu"):

@@ -153,7 +153,7 @@ LAUNCHERS = {
     "linear": (
         test_linear.kernels,
         lambda: test_linear.forward_args(35, 40, 72, BF16),
-        lambda **args: test_linear.kernels.linear_fwd(*args.values()),
+        lambda **args: test_linear.kernels.linear_fwd(*test_linear.inputs_of(args)),
         ("x", "weight", "residual"),
     ),
     "linear_backward": (
@@ -171,7 +171,7 @@ LAUNCHERS = {
     "linear_gated": (
         test_linear_gated.kernels,
         lambda: test_linear_gated.arguments(35, 40, 72, BF16),
-        lambda **args: test_linear_gated.kernels.linear_fwd(*args.values()),
+        lambda **args: test_linear_gated.kernels.linear_fwd(*test_linear.inputs_of(args)),
         ("x", "weight", "residual"),
     ),
     "linear_gated_backward": (

@@ -11,7 +11,7 @@ from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.ops.activation import ACTIVATIONS, slope_ref
-from fastbert.ops.feed_forward import FeedForwardNeeds
+from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
@@ -141,16 +141,15 @@ def test_only_what_is_needed(needs):
     need = FeedForwardNeeds(*needs)
     args = arguments(21, 12, 33)
     randn = normal(torch.Generator().manual_seed(1), torch.float32)
-    given = (
-        args["dy"],
+    saved = FeedForwardSaved(
         randn(21, 10) if need.dup_weight else None,
         randn(33, 10) if need.dx else None,
         args["down_weight"] if need.g else None,
         args["pre"] if need.g else None,
         randn(21, 33) if need.ddown_weight else None,
         "gelu",
-        need,
     )
+    given = args["dy"], saved, need
     for a, e in zip(backend.feed_forward_bwd(*given), reference.feed_forward_bwd(*given), strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
@@ -160,7 +159,7 @@ def test_wide_weights_have_gradients_in_float32():
     args = arguments(21, 16, 32, torch.bfloat16)
     x, inner = (normal(torch.Generator().manual_seed(i), torch.bfloat16)(21, n) for i, n in ((1, 8), (2, 32)))
     up = normal(torch.Generator().manual_seed(3), torch.bfloat16)(32, 8)
-    given = args["dy"], x, up, args["down_weight"], args["pre"], inner, "gelu"
+    given = args["dy"], FeedForwardSaved(x, up, args["down_weight"], args["pre"], inner, "gelu")
     half, wide = (backend.feed_forward_bwd(*given, FeedForwardNeeds(*(True,) * 4, w)) for w in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(wide[::2], half[::2], strict=True))
     for a, b in zip(wide[1::2], half[1::2], strict=True):

@@ -10,6 +10,7 @@ from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends.cuda import linear as cuda_linear
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
+from fastbert.ops.linear import LinearInputs
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.cpu_truth import activation64
 from tests.support.triton_fixtures import (
@@ -53,6 +54,11 @@ def forward_args(rows, in_features, out_features, dtype=torch.float32, activatio
     }
 
 
+def inputs_of(args):
+    """(inputs, save) of `forward_args`, as the launcher takes them."""
+    return LinearInputs(**{name: arg for name, arg in args.items() if name != "save"}), args["save"]
+
+
 # --- the error rule -----------------------------------------------------------------------------------------
 
 
@@ -78,8 +84,8 @@ def test_parts_of_the_accumulator(split, tma, exact_gelu):
         pytest.skip("this GPU has no TMA")
     config = kernels.Config(32, 64, 32, 4, 2, split, tma, group_m=2, bias_first=split < 4)
     args = forward_args(37, 40, 136, torch.bfloat16)
-    actual = kernels.linear_fwd_with(config, *args.values())
-    for a, e in zip(actual, reference.linear_fwd(*args.values()), strict=True):
+    actual = kernels.linear_fwd_with(config, *inputs_of(args))
+    for a, e in zip(actual, reference.linear_fwd(*inputs_of(args)), strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -95,7 +101,7 @@ def test_exact_on_small_integers(depth, transport):
     assert pre.abs().max() <= 255  # exact in bfloat16
     for dtype in DTYPES:
         args = [t.to(dtype) for t in (x, weight, bias)]
-        actual = kernels.linear_fwd(*args, "relu", residual.to(dtype), True)
+        actual = kernels.linear_fwd(LinearInputs(*args, "relu", residual.to(dtype)), True)
         assert_bit_equal(actual, ((pre.clamp_min(0) + residual).to(dtype), pre.to(dtype)))
 
 
@@ -104,7 +110,7 @@ def test_parts_of_a_deep_sum(depth):
     """Of whole parts, with a shorter last one, and of depths that are no multiple of a tile: in one."""
     g = torch.Generator().manual_seed(3)
     x, weight = (torch.randint(-2, 3, (rows, depth), generator=g).float().to(DEVICE) for rows in (5, 8))
-    y, _ = kernels.linear_fwd(x, weight, None, None, None, False)
+    y, _ = kernels.linear_fwd(LinearInputs(x, weight), False)
     assert torch.equal(y, (x.double() @ weight.double().T).float())
 
 
@@ -113,7 +119,9 @@ def test_parts_of_a_deep_sum(depth):
 
 def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
     """The kernel's activation of each element of the vector `z`, which is the bias of a product with 0."""
-    return kernels.linear_fwd(z.new_zeros(1, 1), z.new_zeros(len(z), 1), z, activation, None, False)[0][0]
+    return kernels.linear_fwd(LinearInputs(z.new_zeros(1, 1), z.new_zeros(len(z), 1), z, activation), False)[
+        0
+    ][0]
 
 
 def samples() -> torch.Tensor:
@@ -161,7 +169,7 @@ def gelu_errors(pre: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     weight = torch.cat([pre.to(dtype).unsqueeze(1), (pre - pre.to(dtype).float()).to(dtype).unsqueeze(1)], 1)
     exact = activation64(weight.double().sum(1), "gelu")[0]
     ones = torch.ones(1, 2, dtype=dtype, device=DEVICE)
-    ours = kernels.linear_fwd(ones, weight, None, "gelu", None, False)[0][0].double()
+    ours = kernels.linear_fwd(LinearInputs(ones, weight, activation="gelu"), False)[0][0].double()
     eager = torch.nn.functional.gelu((ones @ weight.T)[0]).double()
     return (ours - exact).abs(), (eager - exact).abs()
 
@@ -207,7 +215,7 @@ def test_float32_adds_the_bias_last():
     """Added first, a large bias would be rounded again at every step of the product."""
     args = forward_args(20, 512, 40, activation=None) | {"residual": None}
     args["bias"] = args["bias"] * 1e4
-    y = kernels.linear_fwd(*args.values())[0].double()
+    y = kernels.linear_fwd(*inputs_of(args))[0].double()
     exact = args["x"].double() @ args["weight"].double().T + args["bias"].double()
     step = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().log2().floor()
     assert ((y - exact).abs() <= 0.52 * step + 4e-6).all()
@@ -237,7 +245,7 @@ def test_activations_of_what_is_not_finite(activation, dtype, exact_gelu):
 
 def test_the_activation_takes_the_unrounded_product(exact_gelu):
     args = forward_args(64, 64, 128, torch.bfloat16) | {"residual": None}
-    y, pre = kernels.linear_fwd(*args.values())
+    y, pre = kernels.linear_fwd(*inputs_of(args))
     exact = args["x"].double() @ args["weight"].double().T + args["bias"].double()
     assert (y == activate_ref(exact, "gelu").bfloat16()).double().mean() >= 0.99
     assert (pre == exact.bfloat16()).double().mean() >= 0.99
@@ -251,7 +259,7 @@ def test_a_start_that_is_not_aligned():
     shifted = torch.empty(20 * 48 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(20, 48)[:, :40]
     shifted.copy_(args["x"])
     assert_bit_equal(
-        kernels.linear_fwd(*(args | {"x": shifted}).values()), kernels.linear_fwd(*args.values())
+        kernels.linear_fwd(*inputs_of(args | {"x": shifted})), kernels.linear_fwd(*inputs_of(args))
     )
 
 
@@ -259,8 +267,7 @@ def test_single_columns_whose_stride_says_nothing():
     g = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(8, 2, 4, generator=g).bfloat16().to(DEVICE)[:, :1, 0] for _ in range(2))
     assert x.stride() == (8, 4)
-    args = {"bias": None, "activation": None, "residual": None, "save": False}
-    y = kernels.linear_fwd(x, weight, **args)[0]
+    y = kernels.linear_fwd(LinearInputs(x, weight), False)[0]
     assert torch.equal(y, x * weight.T)
 
 
@@ -268,16 +275,16 @@ def test_one_row_expanded_to_many():
     args = forward_args(1, 40, 72)
     many = args | {"x": args["x"].expand(33, 40), "residual": args["residual"].expand(33, 72)}
     assert not kernels.fits_tensor_map(many["x"])  # the interpreter accepts them, a tensor map does not
-    y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
+    y, one = kernels.linear_fwd(*inputs_of(many))[0], kernels.linear_fwd(*inputs_of(args))[0]
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 
 
 def test_nan_stays_in_its_row_and_column(transport):
     args = forward_args(40, 40, 72)
-    clean = kernels.linear_fwd(*args.values())
+    clean = kernels.linear_fwd(*inputs_of(args))
     args["x"][33, 5] = float("nan")
     args["weight"][70, 39] = float("nan")
-    for a, b in zip(clean, kernels.linear_fwd(*args.values()), strict=True):
+    for a, b in zip(clean, kernels.linear_fwd(*inputs_of(args)), strict=True):
         assert b[33].isnan().all()
         assert b[:, 70].isnan().all()
         rows, cols = (torch.arange(n, device=DEVICE) for n in b.shape)
@@ -294,7 +301,7 @@ def test_what_forward_returns(activation, save, transport):
     args = forward_args(9, 40, 72, activation=activation, save=save)
     for optional in ((), ("bias",), ("residual",), ("bias", "residual")):
         given_args = args | dict.fromkeys(optional)
-        actual, expected = (m.linear_fwd(*given_args.values()) for m in (kernels, reference))
+        actual, expected = (m.linear_fwd(*inputs_of(given_args)) for m in (kernels, reference))
         for a, e in zip(actual, expected, strict=True):
             assert (a.dtype, a.shape) == (e.dtype, e.shape)
             torch.testing.assert_close(a, e)
@@ -302,7 +309,7 @@ def test_what_forward_returns(activation, save, transport):
 
 def test_no_rows():
     args = forward_args(0, 40, 72)
-    y, pre = kernels.linear_fwd(*args.values())
+    y, pre = kernels.linear_fwd(*inputs_of(args))
     assert tuple(y.shape) == tuple(pre.shape) == (0, 72)
 
 
@@ -322,7 +329,7 @@ def test_many_lengths_meet_few_configs(noted):
     asked = noted(kernels, "config_for", lambda rows, *key: rows)
     weight = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE)
     for rows in (1, 3, 33, 63, 64, 65, 128):
-        kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
+        kernels.linear_fwd(LinearInputs(weight.new_zeros(rows, 8), weight), False)
     assert asked == [1, 4, 64, 64, 64, 128, 128]
 
 

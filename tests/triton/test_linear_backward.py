@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.activation import ACTIVATIONS, slope_ref
+from fastbert.ops.linear import LinearNeeds, LinearSaved
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
@@ -36,14 +37,13 @@ def arguments(rows, in_features, out_features, dtype=torch.float32, activation="
         "weight": randn(out_features, in_features, scale=in_features**-0.5),
         "pre": None if activation is None else randn(rows, out_features, scale=2.0),
         "activation": activation,
-        "need_dx": True,
-        "need_dweight": True,
-        "need_dbias": True,
+        "need": LinearNeeds(),
     }
 
 
-def run(args):
-    return kernels.linear_bwd(*args.values())
+def run(args, module=kernels):
+    dy, *saved, need = args.values()
+    return module.linear_bwd(dy, LinearSaved(*saved), need)
 
 
 def passed(dy, pre, activation, need_g=True, need_dbias=True):
@@ -100,9 +100,9 @@ def test_gelu_near_0_is_rounded_about_once_in_float32():
 def test_exact_on_small_integers():
     args = arguments(40, 6, 20, activation="relu")
     args |= {name: (args[name] * 3).round() for name in ("dy", "x", "weight", "pre")}
-    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+    assert_bit_equal(run(args), run(args, reference))
     args |= {"pre": None, "activation": None}
-    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+    assert_bit_equal(run(args), run(args, reference))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 47, 48, 49, 65])
@@ -129,9 +129,9 @@ def test_sums_in_float32(dtype):
 def test_only_what_is_needed(needs, activation):
     """Shapes and values are the reference's; inputs of unneeded gradients are None."""
     args = arguments(21, 12, 33, activation=activation)
-    args |= dict(zip(("need_dx", "need_dweight", "need_dbias"), map(bool, needs), strict=True))
+    args |= {"need": LinearNeeds(*map(bool, needs))}
     args |= {"weight": args["weight"] if needs[0] else None, "x": args["x"] if needs[1] else None}
-    for a, e in zip(run(args), reference.linear_bwd(*args.values()), strict=True):
+    for a, e in zip(run(args), run(args, reference), strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
@@ -168,7 +168,7 @@ def test_nothing_is_launched_or_stored_for_nothing(activation, need_g, need_dbia
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_no_rows(activation):
     args = arguments(0, 5, 7, activation=activation)
-    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+    assert_bit_equal(run(args), run(args, reference))
 
 
 @pytest.mark.sweep

@@ -8,9 +8,11 @@ import torch
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.activation import ACTIVATIONS, GATES
+from fastbert.ops.linear import LinearInputs
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.cpu_truth import activation64
 from tests.support.triton_fixtures import DEVICE, DTYPES, assert_bit_equal, kernels_of, normal
+from tests.triton.test_linear import inputs_of
 
 kernels = kernels_of("linear_gated")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -32,8 +34,7 @@ def arguments(rows, in_features, columns, dtype=torch.float32, activation="gelu"
 
 
 def expected(args):
-    *rest, gated = args.values()
-    return reference.linear_fwd(*rest, None, gated)
+    return reference.linear_fwd(*inputs_of(args))
 
 
 def backward_arguments(rows, columns, dtype=torch.float32, activation="gelu", gated="first"):
@@ -63,7 +64,7 @@ def test_parts_of_the_accumulators(split, tma, exact_gelu):
         pytest.skip("this GPU has no TMA")
     config = kernels.linear.Config(32, 64, 32, 4, 2, split, tma, group_m=2, bias_first=split < 4)
     args = arguments(37, 40, 136, BF16)
-    for a, e in zip(kernels.linear_fwd_with(config, *args.values()), expected(args), strict=True):
+    for a, e in zip(kernels.linear_fwd_with(config, *inputs_of(args)), expected(args), strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -83,7 +84,7 @@ def test_exact_on_small_integers(depth, gated, transport):
     y = a.clamp(min=0) * b if gated == "first" else a * b.clamp(min=0)
     for dtype in DTYPES:
         given = [t.to(dtype) for t in (x, weight, bias)]
-        found = kernels.linear_fwd(*given, "relu", residual.to(dtype), True, gated)
+        found = kernels.linear_fwd(LinearInputs(*given, "relu", residual.to(dtype), gated), True)
         assert torch.equal(found[1], pre.to(dtype))
         assert torch.equal(found[0], (y + residual).to(dtype))
 
@@ -98,7 +99,7 @@ def test_what_forward_returns(activation, gated, transport):
         (False, ("bias", "residual")),
     ):
         args = arguments(9, 40, 72, activation=activation, save=save, gated=gated) | dict.fromkeys(optional)
-        for a, e in zip(kernels.linear_fwd(*args.values()), expected(args), strict=True):
+        for a, e in zip(kernels.linear_fwd(*inputs_of(args)), expected(args), strict=True):
             assert (a.dtype, a.shape) == (e.dtype, e.shape)
             torch.testing.assert_close(a, e)
 
@@ -135,10 +136,10 @@ def test_only_what_is_needed(need_g, need_dbias, noted):
 
 def test_nan_stays_in_its_row_and_column(transport):
     args = arguments(40, 40, 72)
-    clean = kernels.linear_fwd(*args.values())
+    clean = kernels.linear_fwd(*inputs_of(args))
     args["x"][33, 5] = float("nan")
     args["weight"][70, 39] = args["weight"][72 + 3, 39] = float("nan")
-    for which, (a, b) in enumerate(zip(clean, kernels.linear_fwd(*args.values()), strict=True)):
+    for which, (a, b) in enumerate(zip(clean, kernels.linear_fwd(*inputs_of(args)), strict=True)):
         hit = (70, 75) if which else (70, 3)
         assert b[33].isnan().all()
         assert b[:, hit].isnan().all()
@@ -153,16 +154,16 @@ def test_layouts():
     shifted = torch.empty(20 * 48 + 1, dtype=BF16, device=DEVICE)[1:].view(20, 48)[:, :40]
     shifted.copy_(args["x"])
     assert_bit_equal(
-        kernels.linear_fwd(*(args | {"x": shifted}).values()), kernels.linear_fwd(*args.values())
+        kernels.linear_fwd(*inputs_of(args | {"x": shifted})), kernels.linear_fwd(*inputs_of(args))
     )
     one = arguments(1, 40, 72)
     many = one | {"x": one["x"].expand(33, 40), "residual": one["residual"].expand(33, 72)}
-    y = kernels.linear_fwd(*many.values())[0]
+    y = kernels.linear_fwd(*inputs_of(many))[0]
     torch.testing.assert_close(y, expected(one)[0].expand(33, 72), rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows():
-    y, pre = kernels.linear_fwd(*arguments(0, 40, 72).values())
+    y, pre = kernels.linear_fwd(*inputs_of(arguments(0, 40, 72)))
     assert (tuple(y.shape), tuple(pre.shape)) == ((0, 72), (0, 144))
     g, dbias = kernels.gate_bwd(*backward_arguments(0, 7).values())
     assert tuple(g.shape) == (0, 14)

@@ -11,12 +11,13 @@ from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionInputs
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.encoder_layers import LayersInputs, first_rows
 from fastbert.ops.layer_norm import LayerNormInputs
+from fastbert.ops.linear import LinearInputs
 
 DTYPES = FLOATS
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    return linear_fwd(x, weight, bias, activation, None, False)[0]
+    return linear_fwd(LinearInputs(x, weight, bias, activation), False)[0]
 
 
 def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:

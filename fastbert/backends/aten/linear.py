@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager, halves, joined, slope_ref
-from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
+from fastbert.ops.checks import FLOATS, as_dtype, compute_dtype
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime.processor import amd_family
 
 DTYPES = FLOATS
@@ -44,16 +45,8 @@ def _widened(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and rows >= _WIDE_ROWS and bf16_is_slow()
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
+    x, weight, bias, activation, residual, gated, _ = inputs
     if _widened(x.shape[0], x.dtype, x.device):
         y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     else:
@@ -72,28 +65,18 @@ def linear_fwd(
     return y, pre
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: TensorOrNone,
-    weight: TensorOrNone,
-    pre: TensorOrNone,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, pre, activation, gated = saved
     if gated is not None:
         g = gate_bwd(dy, pre, activation, gated)
     else:
         g = dy if activation is None else _dact(dy, pre, activation)
-    dbias = g.sum(0) if need_dbias else dy.new_empty(0)
-    if _widened(dy.shape[0], dy.dtype, dy.device):
-        g = g.float()
-        weight, x = (None if t is None else t.float() for t in (weight, x))
+    dbias = g.sum(0) if need.dbias else dy.new_empty(0)
+    wide = torch.float32 if _widened(dy.shape[0], dy.dtype, dy.device) else dy.dtype
+    g = as_dtype(g, wide)
     return (
-        (g @ weight).to(dy.dtype) if need_dx else dy.new_empty(0),
-        (g.t() @ x).to(dy.dtype) if need_dweight else dy.new_empty(0),
+        (g @ as_dtype(weight, wide)).to(dy.dtype) if need.dx else dy.new_empty(0),
+        (g.t() @ as_dtype(x, wide)).to(dy.dtype) if need.dweight else dy.new_empty(0),
         dbias,
     )
 

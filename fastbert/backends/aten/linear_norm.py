@@ -11,6 +11,7 @@ from fastbert.backends.aten.layer_norm import layer_norm_fwd
 from fastbert.backends.aten.linear import linear_fwd
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.layer_norm import LayerNormInputs
+from fastbert.ops.linear import LinearInputs
 from fastbert.ops.linear_norm import LinearNormInputs
 
 DTYPES = FLOATS
@@ -19,7 +20,7 @@ DTYPES = FLOATS
 def in_two_ops(inputs: LinearNormInputs, product: Callable[..., Any], norm: Callable[..., Any]) -> Tensor:
     """The op by a backend's `linear_fwd` and another's `layer_norm_fwd`, which adds bias and residual."""
     x, weight, bias, residual, norm_weight, norm_bias, eps, _arrivals = inputs
-    z = product(x, weight, None, None, None, False)[0]
+    z = product(LinearInputs(x, weight), False)[0]
     return norm(LayerNormInputs(z, norm_weight, norm_bias, residual, bias, eps), False)[0]
 
 

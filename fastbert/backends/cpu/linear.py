@@ -14,7 +14,8 @@ from torch import Tensor
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES, GATE_CODES
-from fastbert.ops.checks import TensorOrNone, as_dtype
+from fastbert.ops.checks import as_dtype
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
@@ -103,20 +104,12 @@ def reads_wide() -> bool:
     return True
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
+    x, weight, bias, activation, residual, gated, panels = inputs
     out, is_gated = weight.shape[0], gated is not None
     if panels is None:
         if x.shape[0] < _FEWEST_ROWS and weight.dtype == x.dtype:
-            return aten.linear_fwd(x, weight, bias, activation, residual, save, None, gated)
+            return aten.linear_fwd(inputs, save)
         whole = _reads_whole(x)
         right = _panels(as_dtype(weight, x.dtype).t(), gated=is_gated) if whole else weight.t()
     elif panels.shape != _panels_shape(weight, is_gated):
@@ -133,41 +126,32 @@ def linear_fwd(
     return _product(x, right, columns, bias, activation, residual, saved, gated=gated), pre
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: TensorOrNone,
-    weight: TensorOrNone,
-    pre: TensorOrNone,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, pre, activation, gated = saved
     rows, columns = dy.shape
     out = columns if gated is None else 2 * columns
     stored = getattr(weight, "dtype", dy.dtype)
     if rows < _FEWEST_ROWS and stored == dy.dtype:
-        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated)
+        return aten.linear_bwd(dy, saved, need)
     g = dy if activation is None else dy.new_empty(rows, out)
-    dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)
-    if need_dbias or activation is not None:
+    dbias = dy.new_empty(out if need.dbias else 0, dtype=torch.float32)
+    if need.dbias or activation is not None:
         _C.cpu_linear_activation_bwd(
             *(DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr()),
             0 if activation is None else pre.data_ptr(),
             CODES[activation],
             0 if activation is None else g.data_ptr(),
-            dbias.data_ptr() if need_dbias else 0,
+            dbias.data_ptr() if need.dbias else 0,
             torch.get_num_threads(),
             GATE_CODES[gated],
         )
     # float32 needs neither widening nor pairs, and then copying for one product pays beside a slow MKL only
     by_mkl = dy.dtype == torch.float32
     dx = dweight = None
-    if need_dx:
+    if need.dx:
         right = as_dtype(weight, dy.dtype) if _reads_whole(dy) else weight
         dx = g @ weight if by_mkl and mkl_leads() else _product(g, right, weight.shape[1])
-    if need_dweight:
+    if need.dweight:
         if rows == 0:
             dweight = x.new_zeros(out, x.shape[1], dtype=stored)
         elif by_mkl and mkl_leads(transposed=True):

@@ -15,6 +15,7 @@ from fastbert.backends.cpu import cross_entropy, linear
 from fastbert.backends.extension import STORED
 from fastbert.backends.reference.linear_cross_entropy import chunked
 from fastbert.ops.checks import as_dtype
+from fastbert.ops.linear import LinearInputs
 
 DTYPES = STORED
 
@@ -25,11 +26,12 @@ def _by_aten(dtype):
     return dtype == torch.bfloat16 and not linear.by_pairs(dtype) and not aten.bf16_is_slow()
 
 
-def _linear_fwd(x, weight, bias, *args):
-    if not _by_aten(x.dtype):
-        return linear.linear_fwd(x, weight, bias, *args)
-    bias = None if bias is None else as_dtype(bias, x.dtype)
-    return aten.linear_fwd(x, as_dtype(weight, x.dtype), bias, *args)
+def _linear_fwd(inputs: LinearInputs, save: bool):
+    dtype, bias = inputs.x.dtype, inputs.bias
+    if not _by_aten(dtype):
+        return linear.linear_fwd(inputs, save)
+    bias = None if bias is None else as_dtype(bias, dtype)
+    return aten.linear_fwd(inputs._replace(weight=as_dtype(inputs.weight, dtype), bias=bias), save)
 
 
 products = SimpleNamespace(linear_fwd=_linear_fwd, linear_bwd=linear.linear_bwd)

@@ -13,8 +13,7 @@ from torch import Tensor
 from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device, linear
 from fastbert.backends.reference.feed_forward import by_linear
-from fastbert.ops.checks import TensorOrNone
-from fastbert.ops.feed_forward import FeedForwardNeeds
+from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
 from fastbert.runtime import dispatch
 
 DTYPES = linear.DTYPES
@@ -51,18 +50,8 @@ def inner_gradient(
 feed_forward_fwd, _by_kernels = by_linear(linear, plain, inner_gradient)
 
 
-def feed_forward_bwd(
-    dy: Tensor,
-    x: TensorOrNone,
-    up_weight: TensorOrNone,
-    down_weight: TensorOrNone,
-    pre: TensorOrNone,
-    inner: TensorOrNone,
-    activation: str,
-    need: FeedForwardNeeds,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def feed_forward_bwd(dy: Tensor, saved: FeedForwardSaved, need: FeedForwardNeeds) -> tuple[Tensor, ...]:
     backward = _by_kernels
-    if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, down_weight, pre)):
+    if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, saved.down_weight, saved.pre)):
         backward = dispatch.next_function("cuda", "feed_forward_bwd training", dy.device, dy.dtype)
-    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need, gated)
+    return backward(dy, saved, need)

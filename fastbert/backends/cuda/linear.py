@@ -21,7 +21,7 @@ from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.checks import TensorOrNone
-from fastbert.ops.linear import backward_of, forward_of
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved, backward_of, forward_of
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
 from fastbert.runtime.streams import on
@@ -200,30 +200,13 @@ def gradient(
     return g, add_sums(sums, dy) if need_dbias else dy.new_empty(0)
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    return linear_fwd_with(None, x, weight, bias, activation, residual, save, gated)
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
+    return linear_fwd_with(None, inputs, save)
 
 
-def linear_fwd_with(
-    plan: tuple[int, int] | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor]:
+def linear_fwd_with(plan: tuple[int, int] | None, inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
+    x, weight, bias, activation, residual, gated, _ = inputs
     taken = in_chunks(x, weight)
     if taken and plan is None and residual is None:
         if hopper_serves(x, weight, bias, activation, gated):
@@ -233,56 +216,35 @@ def linear_fwd_with(
         taken = (activation == "gelu" and EXACT_GELU) or not device.has_group_products(x.device)
     if not taken:
         function = forward_of(activation, save, x.shape[0], gated)
-        following = dispatch.next_function("cuda", function, x.device, x.dtype)
-        return following(x, weight, bias, activation, residual, save, None, gated)
+        return dispatch.next_function("cuda", function, x.device, x.dtype)(inputs, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan, gated=gated)
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: TensorOrNone,
-    weight: TensorOrNone,
-    pre: TensorOrNone,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    needs = need_dx, need_dweight, need_dbias
-    return linear_bwd_with((None, None), dy, x, weight, pre, activation, *needs, gated)
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
+    return linear_bwd_with((None, None), dy, saved, need)
 
 
 def linear_bwd_with(
-    plans: tuple[Any, ...],
-    dy: Tensor,
-    x: TensorOrNone,
-    weight: TensorOrNone,
-    pre: TensorOrNone,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
+    plans: tuple[Any, ...], dy: Tensor, saved: LinearSaved, need: LinearNeeds
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`linear_bwd` with given plans for dx and dweight, for tests."""
-    given = [t for t, needed in ((dy, True), (weight, need_dx), (x, need_dweight)) if needed]
+    x, weight, pre, activation, gated = saved
+    given = [t for t, needed in ((dy, True), (weight, need.dx), (x, need.dweight)) if needed]
     given += [] if activation is None else [pre]
     if dy.shape[0] == 0 or not in_chunks(*given):
         following = dispatch.next_function("cuda", backward_of(activation, gated), dy.device, dy.dtype)
-        needs = need_dx, need_dweight, need_dbias
-        return following(dy, x, weight, pre, activation, *needs, gated)
-    g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias, gated)
+        return following(dy, saved, need)
+    g, dbias = gradient(dy, pre, activation, need.dx or need.dweight, need.dbias, gated)
     if plans == (None, None) and (activation is None or device.has_group_products(dy.device)):
-        dx, dweight, _ = plain.linear_bwd(g, x, weight, None, None, need_dx, need_dweight, False)
+        dx, dweight, _ = plain.linear_bwd(g, LinearSaved(x, weight), need._replace(dbias=False))
         return dx, dweight, dbias
     dx = dweight = None
     rows, out = g.shape
-    if need_dx:
+    if need.dx:
         sizes = rows, weight.shape[1], out
         dx, _ = product(INPUTS, sizes, g, weight, plan=plans[0])
-    if need_dweight:
+    if need.dweight:
         sizes = out, x.shape[1], rows
         dweight, _ = product(WEIGHTS, sizes, g, x, plan=plans[1])
     return (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastbert.backends.reference import linear
 from fastbert.ops.checks import FLOATS
-from fastbert.ops.feed_forward import FeedForwardNeeds
-from fastbert.ops.linear import wide_gradient
+from fastbert.ops.feed_forward import FeedForwardInputs, FeedForwardNeeds, FeedForwardSaved
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved, wide_gradient
 
 DTYPES = FLOATS
 
@@ -31,45 +31,29 @@ def by_linear(
             where the activation is gated, the two `linear_bwd` make g.
     """
 
-    def forward(
-        x: Tensor,
-        up_weight: Tensor,
-        up_bias: Tensor | None,
-        down_weight: Tensor,
-        activation: str,
-        save: bool,
-        gated: str | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inner, pre = first.linear_fwd(x, up_weight, up_bias, activation, None, save, None, gated)
-        y = second.linear_fwd(inner, down_weight, None, None, None, False)[0]
+    def forward(inputs: FeedForwardInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        x, up_weight, up_bias, down_weight, activation, gated = inputs
+        inner, pre = first.linear_fwd(LinearInputs(x, up_weight, up_bias, activation, gated=gated), save)
+        y = second.linear_fwd(LinearInputs(inner, down_weight), False)[0]
         return y, pre, inner if save else x.new_empty(0)
 
-    def backward(
-        dy: Tensor,
-        x: Tensor | None,
-        up_weight: Tensor | None,
-        down_weight: Tensor | None,
-        pre: Tensor | None,
-        inner: Tensor | None,
-        activation: str,
-        need: FeedForwardNeeds,
-        gated: str | None = None,
-    ) -> tuple[Tensor, ...]:
+    def backward(dy: Tensor, saved: FeedForwardSaved, need: FeedForwardNeeds) -> tuple[Tensor, ...]:
+        x, up_weight, down_weight, pre, inner, activation, gated = saved
         make_g = None if gated else inner_gradient
         need_dinner = need.g and make_g is None
-        needs = need_dinner, need.ddown_weight and not need.wide, False
+        needs = LinearNeeds(need_dinner, need.ddown_weight and not need.wide, False)
         weight = down_weight if need_dinner else None
-        dinner, ddown_weight, _ = second.linear_bwd(dy, inner, weight, None, None, *needs)
+        dinner, ddown_weight, _ = second.linear_bwd(dy, LinearSaved(inner, weight), needs)
         if need.ddown_weight and need.wide and inner is not None:
             ddown_weight = wide_gradient(dy, inner)
         if not need.g:
             return *(dy.new_empty(0) for _ in range(3)), ddown_weight
         if make_g is None:
-            grads = first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3], gated)
-            return *grads, ddown_weight
+            ahead = LinearSaved(x, up_weight, pre, activation, gated)
+            return *first.linear_bwd(dinner, ahead, LinearNeeds(*need[:3])), ddown_weight
         g, dup_bias = make_g(dy, down_weight, pre, activation, need.dup_bias)
-        needs = need.dx, need.dup_weight and not need.wide, False
-        dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, *needs)
+        needs = LinearNeeds(need.dx, need.dup_weight and not need.wide, False)
+        dx, dup_weight, _ = second.linear_bwd(g, LinearSaved(x, up_weight), needs)
         if need.dup_weight and need.wide and x is not None:
             dup_weight = wide_gradient(g, x)
         return dx, dup_weight, dup_bias, ddown_weight

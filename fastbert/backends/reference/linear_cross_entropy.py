@@ -15,10 +15,12 @@ from torch import Tensor
 
 from fastbert.backends.reference import cross_entropy, linear
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
-from fastbert.ops.linear_cross_entropy import LossInputs, LossNeeds
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
+from fastbert.ops.linear_cross_entropy import LossInputs
 from fastbert.runtime.dispatch import HALF
 
 DTYPES = FLOATS
+ONLY_DX = LinearNeeds(True, False, False)
 
 
 def chunked(
@@ -53,7 +55,7 @@ def chunked(
             lse = lse.new_zeros((2, rows)).index_copy_(1, at, lse)
         return loss, lse, torch.full((), total, dtype=torch.int64, device=x.device), kept
 
-    def backward(dloss, inputs: LossInputs, lse, count, logits, need: LossNeeds):
+    def backward(dloss, inputs: LossInputs, lse, count, logits, need: LinearNeeds):
         x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
         need_dx, need_dweight, need_dbias = need
         classes = logits.shape[1] if inputs.weight is None else inputs.weight.shape[0]
@@ -77,9 +79,7 @@ def chunked(
             g = gradient(parts[0], logits)
             wide = weight is not None and weight.dtype != g.dtype
             x, weight = x if need_dweight else None, weight if need_dx or wide else None
-            dx, dweight, dbias = linear.linear_bwd(
-                g, x, weight, None, None, need_dx, need_dweight, need_dbias
-            )
+            dx, dweight, dbias = linear.linear_bwd(g, LinearSaved(x, weight), need)
             return (_put(dx, at, rows) if need_dx else dx), _first(dweight, classes), _first(dbias, classes)
 
         sums = compute_dtype(x)
@@ -90,7 +90,7 @@ def chunked(
         for part in parts:
             g = gradient(part, product(x[part]))
             if need_dx:
-                dx[part] = linear.linear_bwd(g, None, weight, None, None, True, False, False)[0]
+                dx[part] = linear.linear_bwd(g, LinearSaved(None, weight), ONLY_DX)[0]
             if need_dweight:
                 add_product(dweight, g, x[part])
             if need_dbias:
@@ -108,7 +108,7 @@ def product_by(
     """The function that multiplies by `weight` with a backend's `linear`; it is called `times` times."""
     make = getattr(linear, "linear_panels", None) if times > 1 else None
     panels = make(weight) if make is not None else None
-    return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, panels)[0]
+    return lambda x: linear.linear_fwd(LinearInputs(x, weight, bias, panels=panels), False)[0]
 
 
 def _widened(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fastbert.backends.reference import linear
-from fastbert.backends.reference.linear_cross_entropy import add_product, equal_parts, product_by
+from fastbert.backends.reference.linear_cross_entropy import ONLY_DX, add_product, equal_parts, product_by
 from fastbert.ops.checks import FLOATS, compute_dtype
-from fastbert.ops.linear_distillation import DistillationInputs, DistillationNeeds, softened_divergence
+from fastbert.ops.linear import LinearNeeds, LinearSaved
+from fastbert.ops.linear_distillation import DistillationInputs, softened_divergence
 
 DTYPES = FLOATS
 
@@ -45,7 +46,7 @@ def chunked(linear: ModuleType | SimpleNamespace) -> tuple[Callable[..., Any], C
             kept = (student, teacher) if save and len(parts) == 1 else kept
         return loss, *kept
 
-    def backward(dloss, inputs: DistillationInputs, logits, teacher_logits, need: DistillationNeeds):
+    def backward(dloss, inputs: DistillationInputs, logits, teacher_logits, need: LinearNeeds):
         x, weight, parts = inputs.x, inputs.weight, equal_parts(inputs.x.shape[0], inputs.chunk_rows)
         need_dx, need_dweight, need_dbias = need
         logits_of = both(inputs, len(parts))
@@ -55,7 +56,7 @@ def chunked(linear: ModuleType | SimpleNamespace) -> tuple[Callable[..., Any], C
                 logits, teacher_logits = logits_of(parts[0])
             g = _gradient(logits, teacher_logits, inputs.temperature, scale)
             x, weight = x if need_dweight else None, weight if need_dx else None
-            return linear.linear_bwd(g, x, weight, None, None, *need)
+            return linear.linear_bwd(g, LinearSaved(x, weight), need)
         sums = compute_dtype(x)
         dx = x.new_empty(x.shape if need_dx else (0,))
         dweight = x.new_zeros(weight.shape if need_dweight else (0,), dtype=sums)
@@ -63,7 +64,7 @@ def chunked(linear: ModuleType | SimpleNamespace) -> tuple[Callable[..., Any], C
         for part in parts:
             g = _gradient(*logits_of(part), inputs.temperature, scale)
             if need_dx:
-                dx[part] = linear.linear_bwd(g, None, weight, None, None, True, False, False)[0]
+                dx[part] = linear.linear_bwd(g, LinearSaved(None, weight), ONLY_DX)[0]
             if need_dweight:
                 add_product(dweight, g, x[part])
             if need_dbias:

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastbert.backends.aten import linear_int8 as aten_int8
 from fastbert.backends.triton.device import STORED, kernels
 from fastbert.ops import packing
-from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.embedding import EmbeddingInputs
+from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.ops.linear_int8 import LinearInt8Inputs
 
 DTYPES = {
@@ -46,36 +46,12 @@ def embedding_fwd(inputs: EmbeddingInputs, save: bool) -> tuple[Tensor, ...]:
     return kernels("embedding").embedding_fwd(inputs.in_floats(), save)
 
 
-def linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-    panels: Tensor | None = None,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    if gated is not None:
-        return kernels("linear_gated").linear_fwd(x, weight, bias, activation, residual, save, gated)
-    return kernels("linear").linear_fwd(x, weight, bias, activation, residual, save, panels)
+def linear_fwd(inputs: LinearInputs, save: bool) -> tuple[Tensor, Tensor]:
+    return kernels("linear_gated" if inputs.gated else "linear").linear_fwd(inputs, save)
 
 
-def linear_bwd(
-    dy: Tensor,
-    x: TensorOrNone,
-    weight: TensorOrNone,
-    pre: TensorOrNone,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    args = dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
-    if gated is not None:
-        return kernels("linear_gated").linear_bwd(*args, gated)
-    return kernels("linear_backward").linear_bwd(*args)
+def linear_bwd(dy: Tensor, saved: LinearSaved, need: LinearNeeds) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels("linear_gated" if saved.gated else "linear_backward").linear_bwd(dy, saved, need)
 
 
 def linear_int8_fwd(inputs: LinearInt8Inputs) -> Tensor:
