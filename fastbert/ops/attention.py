@@ -40,7 +40,6 @@ eq. 1; window: Beltagy, Peters, Cohan 2020, "Longformer", sec. 3.1; fewer heads 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,6 +59,7 @@ from fastbert.ops.attention_inputs import AttentionInputs, AttentionNeeds, Windo
 from fastbert.ops.attention_places import Places, check_table, checked_table
 from fastbert.ops.attention_relative import RelativeScores, checked_relative, dense_scores
 from fastbert.ops.dropout import SAVED_ON
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 
@@ -135,25 +135,24 @@ def _grouped(args: tuple[Any, ...]) -> tuple[AttentionInputs, bool, bool, Tensor
     return inputs, return_probs, save_bits, more[0] if more else None
 
 
-@torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    softmax_scale: float,
-    window: Sequence[int],
-    bias: Tensor | None,
-    gate: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    return_probs: bool,
-    save_bits: bool,
-    places: Tensor | None = None,
-    training: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_OPTIONS = "bool return_probs, bool save_bits, Tensor? places=None, bool training=False"
+_SAVED = "Tensor out, Tensor lse, Tensor? keep_bits"
+_NEEDS = "bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dgate"
+
+
+def _checked(args: tuple[Any, ...], places: Tensor | None) -> AttentionInputs:
+    """The inputs of a custom op."""
+    inputs = AttentionInputs(*args)
+    inputs = inputs._replace(window=checked_window(False, tuple(inputs.window)))
+    check_operands(inputs)
+    check_table(places, inputs.cu_seqlens, inputs.max_seqlen, inputs.q)
+    return inputs
+
+
+@torch.library.custom_op(
+    "fastbert::attention_fwd", mutates_args=(), schema=schema(AttentionInputs, _OPTIONS, returns=4)
+)
+def attention_fwd(*args: Any) -> tuple[Tensor, ...]:
     """(out, lse, probs, keep_bits); see the module for keep_bits.
 
     out is contiguous, with the shape and dtype of `q`; lse (nheads, total) in float32 (float64 for float64);
@@ -162,14 +161,11 @@ def attention_fwd(
     broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths. `training` means
     that backward follows: the backend is then the one that serves backward.
     """
-    sides = checked_window(False, tuple(window))
-    inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, sides, bias, gate, dropout_p, seed, offset
-    )
-    check_operands(inputs)
-    check_table(places, cu_seqlens, max_seqlen, q)
+    # PyTorch leaves out arguments at their defaults
+    return_probs, save_bits, places, training, *_ = *args[_INPUTS:], None, False
+    inputs = _checked(args[:_INPUTS], places)
     function = _FORWARD_OF_TRAINING if training else "attention_fwd"
-    return dispatch.call(function, q, inputs, return_probs, save_bits, places)
+    return dispatch.call(function, inputs.q, inputs, return_probs, save_bits, places)
 
 
 @attention_fwd.register_fake
@@ -186,31 +182,12 @@ def _(*args):
     )
 
 
-@torch.library.custom_op("fastbert::attention_bwd", mutates_args=())
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    softmax_scale: float,
-    window: Sequence[int],
-    bias: Tensor | None,
-    gate: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    keep_bits: Tensor | None,
-    need_dq: bool,
-    need_dk: bool,
-    need_dv: bool,
-    need_dbias: bool,
-    need_dgate: bool,
-    places: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::attention_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dout", AttentionInputs, _SAVED, _NEEDS, "Tensor? places", returns=5),
+)
+def attention_bwd(dout: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dbias, dgate), each of shape (0,) where not needed.
 
     dq, dk and dv are contiguous, of the shapes of q, k and v and in q's dtype (a backend's own may be side by
@@ -218,20 +195,15 @@ def attention_bwd(
     float32 (float64 for float64). `dout` is contiguous. `keep_bits` are those that forward saved; with None
     they are drawn again.
     """
-    sides = checked_window(False, tuple(window))
-    inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, sides, bias, gate, dropout_p, seed, offset
-    )
-    check_operands(inputs)
-    check_table(places, cu_seqlens, max_seqlen, q)
-    need = AttentionNeeds(need_dq, need_dk, need_dv, need_dbias, need_dgate)
+    inputs, (out, lse, keep_bits, *needs, places) = _checked(args[:_INPUTS], args[-1]), args[_INPUTS:]
+    q, need = inputs.q, AttentionNeeds(*needs)
     total, nheads, _ = q.shape
     for name, t in (("dout", dout), ("out", out)):
         checks.operand(name, t, q.shape, (q.dtype,), q)
     checks.operand("lse", lse, (nheads, total), (checks.compute_dtype(q),), q)
-    bits = bits_shape(nheads, total, max_seqlen, True)
+    bits = bits_shape(nheads, total, inputs.max_seqlen, True)
     checks.operand("keep_bits", keep_bits, bits, (torch.int32,), q)
-    for name, t, needed in (("bias", bias, need_dbias), ("gate", gate, need_dgate)):
+    for name, t, needed in (("bias", inputs.bias, need.dbias), ("gate", inputs.gate, need.dgate)):
         if needed and t is None:
             raise ValueError(f"{name}: expected a torch.Tensor, whose gradient is asked for, got None")
     grads = dispatch.call(_BACKWARD, q, dout, inputs, out, lse, keep_bits, need, places)
@@ -240,18 +212,19 @@ def attention_bwd(
 
 
 @attention_bwd.register_fake
-def _(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, *rest):
-    need = AttentionNeeds(*rest[4:9])
+def _(dout, *args):
+    inputs, (_, lse, _, *needs, _) = AttentionInputs(*args[:_INPUTS]), args[_INPUTS:]
+    qkv = zip(inputs[:3], needs[:3], strict=True)
+    others = zip((inputs.bias, inputs.gate), needs[3:], strict=True)
     return (
-        *(q.new_empty(t.shape if needed else (0,)) for t, needed in zip((q, k, v), need[:3], strict=True)),
-        lse.new_empty(bias.shape if need.dbias else (0,)),
-        lse.new_empty(gate.shape if need.dgate else (0,)),
+        *(inputs.q.new_empty(t.shape if needed else (0,)) for t, needed in qkv),
+        *(lse.new_empty(t.shape if needed else (0,)) for t, needed in others),
     )
 
 
 def _compiled_bwd(dout, inputs, out, lse, keep_bits, need, places):
     """The custom op called as a backend's `attention_bwd` is."""
-    return attention_bwd(dout, *inputs[:3], out, lse, *inputs[3:], keep_bits, *need, places)
+    return attention_bwd(dout, *inputs, out, lse, keep_bits, *need, places)
 
 
 def _launched_bwd(dout, inputs, *args):
@@ -263,22 +236,21 @@ def _launched_bwd(dout, inputs, *args):
 
 
 def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output, relative=()):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset = inputs
     out, lse, _probs, keep_bits = output
     keep_bits = keep_bits if save_bits else None
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places, *relative)
+    tensors = *inputs[:4], inputs.bias, inputs.gate, inputs.seed
+    ctx.save_for_backward(*tensors, out, lse, keep_bits, places, *relative)
     ctx.set_materialize_grads(False)
-    ctx.options = max_seqlen, softmax_scale, window, dropout_p, offset
+    ctx.options = inputs[4:7], inputs.dropout_p, inputs.offset
 
 
 def _backward(launch, ctx, dout):
-    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places, *relative = ctx.saved_tensors
+    *qkv, cu_seqlens, bias, gate, seed, out, lse, keep_bits, places = ctx.saved_tensors[:11]
+    relative = ctx.saved_tensors[11:]
     if dout is None:
         return (None,) * (15 + len(relative))
-    max_seqlen, softmax_scale, window, dropout_p, offset = ctx.options
-    inputs = AttentionInputs(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, window, bias, gate, dropout_p, seed, offset
-    )
+    how, dropout_p, offset = ctx.options
+    inputs = AttentionInputs._make((*qkv, cu_seqlens, *how, bias, gate, dropout_p, seed, offset))
     wanted = ctx.needs_input_grad
     need = AttentionNeeds(*wanted[:3], *wanted[7:9])
     more = (RelativeScores(*relative), list(wanted[16:19])) if relative else ()

@@ -37,6 +37,7 @@ from torch import Tensor
 from fastbert.ops import checks, integer_table
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.layer_norm import NARROW, layer_norm_ref, widened
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 
@@ -151,26 +152,14 @@ def embedding_ref(
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastbert::embedding_fwd", mutates_args=())
-def embedding_fwd(
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    word: Tensor | None,
-    position_ids: Tensor | None,
-    position: Tensor | None,
-    token_type_ids: Tensor | None,
-    segment: Tensor | None,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    padding_idx: int,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    word_scale: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::embedding_fwd", mutates_args=(), schema=schema(EmbeddingInputs, "bool save", returns=4)
+)
+def embedding_fwd(*args: Any) -> tuple[Tensor, ...]:
     """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0: none."""
+    inputs, save = EmbeddingInputs(*args[:-1]), args[-1]
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment = inputs[:7]
+    ln_weight, ln_bias, _, _, dropout_p, seed, offset, word_scale = inputs[7:]
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
     name, source = ("word", word) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
@@ -201,9 +190,6 @@ def embedding_fwd(
     for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
         checks.operand(name, vector, (hidden,), (source.dtype, torch.float32), source)
     checks.dropout(dropout_p, seed, offset, source)
-    tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
-    options = padding_idx, eps, dropout_p, seed, offset, word_scale
-    inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, *options)
     return dispatch.call("embedding_fwd", source, inputs, save)
 
 
@@ -220,52 +206,33 @@ def _(*args):
     )
 
 
-@torch.library.custom_op("fastbert::embedding_bwd", mutates_args=())
-def embedding_bwd(
-    dy: Tensor,
-    z: Tensor,
-    ln_weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    input_ids: Tensor | None,
-    position_ids: Tensor | None,
-    token_type_ids: Tensor | None,
-    word_rows: int,
-    position_rows: int,
-    segment_rows: int,
-    padding_idx: int,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    need_dinputs_embeds: bool,
-    need_dln: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::embedding_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dy", EmbeddingSaved, "bool need_dinputs_embeds, bool need_dln", returns=6),
+)
+def embedding_bwd(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """(dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias).
 
     `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, or 0 where the gradient is not
     needed. A gradient that is not needed has shape (0,). dln_weight and dln_bias are float32 (float64 for
     float64); all other gradients have dy's dtype.
     """
+    saved, needs = EmbeddingSaved(*args[:-2]), args[-2:]
     tokens, hidden = checks.matrix("dy", dy)
-    checks.operand("z", z, dy.shape, (dy.dtype,), dy)
-    checks.operand("ln_weight", ln_weight, (hidden,), (dy.dtype, torch.float32), dy)
-    for name, statistic in (("mean", mean), ("rstd", rstd)):
+    checks.operand("z", saved.z, dy.shape, (dy.dtype,), dy)
+    checks.operand("ln_weight", saved.ln_weight, (hidden,), (dy.dtype, torch.float32), dy)
+    for name, statistic in (("mean", saved.mean), ("rstd", saved.rstd)):
         checks.operand(name, statistic, (tokens,), (checks.compute_dtype(dy),), dy)
-    for name, ids, size_name, rows in (
-        ("input_ids", input_ids, "word_rows", word_rows),
-        ("position_ids", position_ids, "position_rows", position_rows),
-        ("token_type_ids", token_type_ids, "segment_rows", segment_rows),
-    ):
+    for name, size_name in zip(saved._fields[4:7], saved._fields[7:10], strict=True):
+        ids, rows = getattr(saved, name), getattr(saved, size_name)
         if rows < 0:
             raise ValueError(f"{size_name}: expected an integer >= 0, got {rows}")
         checks.operand(name, ids, (tokens,), (torch.int64,), dy, needed=rows > 0)
         if ids is not None and rows > 0:
             checks.ids_in_range(name, "id", ids, rows, f"{size_name}")
-    checks.dropout(dropout_p, seed, offset, dy)
-    ids = input_ids, position_ids, token_type_ids
-    sizes = word_rows, position_rows, segment_rows, padding_idx
-    saved = EmbeddingSaved(z, ln_weight, mean, rstd, *ids, *sizes, dropout_p, seed, offset)
-    return dispatch.call("embedding_bwd", dy, dy, saved, need_dinputs_embeds, need_dln)
+    checks.dropout(saved.dropout_p, saved.seed, saved.offset, dy)
+    return dispatch.call("embedding_bwd", dy, dy, saved, *needs)
 
 
 @embedding_bwd.register_fake

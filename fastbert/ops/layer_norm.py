@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 # Columns up to which a row of half precision is computed and saved in float32.
@@ -174,41 +175,27 @@ def _check_kind(kind: str) -> None:
 _FORWARD_OF_TRAINING, _BACKWARD = "layer_norm_fwd training", "layer_norm_bwd training"
 
 
-@torch.library.custom_op("fastbert::layer_norm_fwd", mutates_args=())
-def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    x_bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    kind: str,
-    return_sum: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::layer_norm_fwd", mutates_args=(), schema=schema(LayerNormInputs, "bool save", returns=4)
+)
+def layer_norm_fwd(*args: Any) -> tuple[Tensor, ...]:
     """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not needed (see the module)."""
+    inputs, save = LayerNormInputs(*args[:-1]), args[-1]
+    x, weight, bias, residual, x_bias, _, dropout_p, seed, offset, kind, _ = inputs
     _check_kind(kind)
     hidden = checks.matrix("x", x)[1]
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         checks.operand(name, vector, (hidden,), (x.dtype, torch.float32), x)
     checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
     checks.dropout(dropout_p, seed, offset, x)
-    inputs = LayerNormInputs(
-        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum
-    )
     return dispatch.call(_FORWARD_OF_TRAINING if save else "layer_norm_fwd", x, inputs, save)
 
 
 @layer_norm_fwd.register_fake
-def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum, save):
-    inputs = LayerNormInputs(
-        x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, return_sum
-    )
-    stats = checks.compute_dtype(x)
-    rows = statistics(kind, x.shape[0] if save else 0)
+def _(*args):
+    inputs, save = LayerNormInputs(*args[:-1]), args[-1]
+    x, stats = inputs.x, checks.compute_dtype(inputs.x)
+    rows = statistics(inputs.kind, x.shape[0] if save else 0)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty(x.shape if stores_sum(inputs, save) else (0,)),
@@ -216,28 +203,22 @@ def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, kind, ret
     )
 
 
-@torch.library.custom_op("fastbert::layer_norm_bwd", mutates_args=())
-def layer_norm_bwd(
-    dy: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    kind: str,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dxbias: bool,
-    need_dresidual: bool,
-    dsum: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+_NEEDS = "bool need_dx, bool need_dweight, bool need_dxbias, bool need_dresidual"
+
+
+@torch.library.custom_op(
+    "fastbert::layer_norm_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dy", LayerNormSaved, _NEEDS, "Tensor? dsum", returns=5),
+)
+def layer_norm_bwd(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """(dx, dresidual, dweight, dbias, dx_bias); `dsum` is the gradient of the returned z.
 
     A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` includes
     dbias. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
+    *saved, need_dx, need_dweight, need_dxbias, need_dresidual, dsum = args
+    saved = z, weight, mean, rstd, dropout_p, seed, offset, kind = LayerNormSaved(*saved)
     _check_kind(kind)
     rows, hidden = checks.matrix("z", z)
     checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)
@@ -246,7 +227,6 @@ def layer_norm_bwd(
     for name, statistic, count in zip(("mean", "rstd"), (mean, rstd), statistics(kind, rows), strict=True):
         checks.operand(name, statistic, (count,), (checks.compute_dtype(z),), z)
     checks.dropout(dropout_p, seed, offset, z)
-    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset, kind)
     need = LayerNormNeeds(need_dx, need_dweight, need_dxbias, need_dresidual)
     return dispatch.call(_BACKWARD, dy, dy, saved, need, *_present(None, dsum))
 

@@ -80,7 +80,7 @@ def attention_saved():
     q, k, v, *rest = attention_operands().values()
     out, lse, _, bits = attention_op.attention_fwd(q, k, v, *rest, False, True)
     dout = torch.ones(TOTAL, HEADS, DIM)
-    return dout, q, k, v, out, lse, *rest, bits, *[True] * 5, attention_table()
+    return dout, q, k, v, *rest, out, lse, bits, *[True] * 5, attention_table()
 
 
 def embedding_operands():
