@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +48,9 @@ class LengthDrop(Method):
     drop: float = 0.2
     models: int = 2
 
+    name: ClassVar[str] = "length-drop"
     defaults: ClassVar[Mapping[str, float]] = {"epochs": 5}
+    excludes: ClassVar[tuple[str, ...]] = ("freeze", "freelb", "smart")
 
     def __post_init__(self) -> None:
         number = isinstance(self.drop, (int, float)) and not isinstance(self.drop, bool)
@@ -69,17 +71,10 @@ class LengthDrop(Method):
             shares.append(shares[-1] * (1 - draw() * self.drop))
         return shares[1:]
 
-    def to_dict(self) -> dict[str, Any]:
-        """See `Method`."""
-        return {"name": "length-drop", **asdict(self)}
-
     def losses(
         self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int
     ) -> TaskLosses:
         """See `Method`."""
-        for name in ("freeze", "freelb", "smart"):
-            if getattr(settings, name):
-                raise ValueError(f"{name}: expected none with LengthDrop")
         return LengthDropLosses(model, fields, self, settings)
 
 

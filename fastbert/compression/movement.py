@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from fastbert.compression import shrink
 from fastbert.compression.pruning import Pruned, chosen, smallest
 from fastbert.compression.size import size_of
-from fastbert.finetuning.losses import Method, TaskLosses
+from fastbert.finetuning.losses import Method, TaskLosses, with_rate
 from fastbert.finetuning.settings import Settings
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
@@ -73,8 +73,17 @@ class Movement(Method):
     cooldown: float = 0.2
     multiple: int = 64
 
+    name: ClassVar[str] = "movement"
     # The paper's fine-tuning
     defaults: ClassVar[Mapping[str, float]] = {"lr": 3e-5, "epochs": 10, "batch_size": 16}
+    excludes: ClassVar[tuple[str, ...]] = (
+        "freeze",
+        "random_init",
+        "decay_to_start",
+        "mixout",
+        "freelb",
+        "smart",
+    )
 
     def __post_init__(self) -> None:
         for name, known in (("kind", _KINDS), ("units", _UNITS)):
@@ -114,17 +123,10 @@ class Movement(Method):
             return last
         return last + (first - last) * (1 - (step - begin) / (end - begin)) ** 3
 
-    def to_dict(self) -> dict[str, Any]:
-        """See `Method`."""
-        return {"name": "movement", **asdict(self)}
-
     def losses(
         self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int
     ) -> TaskLosses:
         """See `Method`."""
-        for name in ("freeze", "random_init", "decay_to_start", "mixout", "freelb", "smart"):
-            if getattr(settings, name):
-                raise ValueError(f"{name}: expected none with movement pruning")
         if model._modules.get("above") is not None:
             raise ValueError("head: expected the usual head with movement pruning")
         return MovementLosses(model, settings, steps, self)
@@ -382,10 +384,7 @@ class MovementLosses(TaskLosses):
 
     def grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Scores have their own learning rate, and do not decay."""
-        scores = set(self.pruning.scores)
-        rest = [{**group, "params": [p for p in group["params"] if p not in scores]} for group in groups]
-        own = {"params": [*self.pruning.scores], "weight_decay": 0.0, "lr_scale": self._rate}
-        return [*(group for group in rest if group["params"]), own]
+        return with_rate(groups, [*self.pruning.scores], self._rate)
 
     def optimized(self, optimizer: Optimizer) -> None:
         """Note each step."""

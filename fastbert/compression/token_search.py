@@ -16,15 +16,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastbert.compression.elimination import check_whole, eliminate
-from fastbert.finetuning.losses import Method, TaskLosses
+from fastbert.finetuning.losses import Method, TaskLosses, with_rate
 from fastbert.finetuning.settings import Settings
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.elimination import ranks_of
@@ -136,22 +136,18 @@ class LearnedSchedule(Method):
     bins: int = 64
     lr: float = 1e-2
 
+    name: ClassVar[str] = "token-search"
+    excludes: ClassVar[tuple[str, ...]] = ("freeze", "layerdrop", "freelb", "smart")
+
     def __post_init__(self) -> None:
         _check(self.weight, self.bins)
         if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
             raise ValueError(f"lr: expected a number > 0, got {self.lr!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """See `Method`."""
-        return {"name": "token-search", **asdict(self)}
-
     def losses(
         self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int
     ) -> TaskLosses:
         """See `Method`."""
-        for name in ("freeze", "layerdrop", "freelb", "smart"):
-            if getattr(settings, name):
-                raise ValueError(f"{name}: expected none with a search of tokens")
         return _LearnedLosses(model, settings, steps, self)
 
 
@@ -174,10 +170,7 @@ class _LearnedLosses(TaskLosses):
 
     def grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The factors have their own learning rate, and do not decay."""
-        factors = self.search.factors
-        rest = [{**each, "params": [p for p in each["params"] if p is not factors]} for each in groups]
-        own = {"params": [factors], "weight_decay": 0.0, "lr_scale": self._scale}
-        return [*(each for each in rest if each["params"]), own]
+        return with_rate(groups, [self.search.factors], self._scale)
 
     def optimized(self, optimizer: Optimizer) -> None:
         """Count each step."""
@@ -203,13 +196,4 @@ class _LearnedLosses(TaskLosses):
 
 def search_groups(scale: float) -> Any:
     """`groups` of a `Stage` whose factors learn `scale` times as fast as the model, and do not decay."""
-
-    def groups(module: Any, weight_decay: float) -> list[dict[str, Any]]:
-        module.factors.requires_grad_(False)
-        try:
-            rest = decay_groups(module, weight_decay)
-        finally:
-            module.factors.requires_grad_(True)
-        return [*rest, {"params": [module.factors], "weight_decay": 0.0, "lr_scale": scale}]
-
-    return groups
+    return lambda module, weight_decay: with_rate(decay_groups(module, weight_decay), [module.factors], scale)

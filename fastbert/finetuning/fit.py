@@ -93,6 +93,8 @@ def fit(
         return known[0]
 
     def begin() -> TaskLosses:
+        if method is not None:
+            method.check(settings)
         given = rounding(build(), settings), settings, task.fields
         built[:] = [losses_of(*given) if method is None else method.losses(*given, steps)]
         return built[0]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -99,10 +100,14 @@ class Method(ABC):
     """How a run trains, if by more than its settings say; see `fastbert.compression.movement.Movement`.
 
     Attributes:
+        name: its name in files and errors.
         defaults: settings in place of the task's defaults.
+        excludes: names of settings that a run with it may not have.
     """
 
+    name: ClassVar[str]
     defaults: ClassVar[Mapping[str, float]] = {}
+    excludes: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def losses(
@@ -113,14 +118,26 @@ class Method(ABC):
         Args:
             model, settings, fields: see `losses_of`.
             steps: number of steps of the run.
-
-        Raises:
-            ValueError: naming a setting that excludes the method.
         """
 
-    @abstractmethod
+    def check(self, settings: Settings) -> None:
+        """Raise ValueError, naming a setting that the method excludes."""
+        for name in self.excludes:
+            if getattr(settings, name):
+                raise ValueError(f"{name}: expected none with {self.name}")
+
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: a run resumes only by an equal method."""
+        own: Any = self
+        return {"name": self.name, **asdict(own)}
+
+
+def with_rate(groups: list[dict[str, Any]], own: Sequence[Tensor], scale: float) -> list[dict[str, Any]]:
+    """Parameter groups, of which `own` learn `scale` times as fast as the others, and do not decay."""
+    apart = {*own}
+    rest = [{**each, "params": [p for p in each["params"] if p not in apart]} for each in groups]
+    own_group = {"params": [*own], "weight_decay": 0.0, "lr_scale": scale}
+    return [*(each for each in rest if each["params"]), own_group]
 
 
 class FreeLBLosses(TaskLosses):

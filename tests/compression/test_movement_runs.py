@@ -96,7 +96,7 @@ def test_two_processes_equal_one(tmp_path, model, data):  # noqa: F811
 
 def test_bad_runs(tmp_path, model, data):  # noqa: F811
     for name, value in (("freeze", True), ("mixout", 0.5), ("smart", True)):
-        with pytest.raises(ValueError, match=f"{name}: expected none with movement pruning"):
+        with pytest.raises(ValueError, match=f"{name}: expected none with movement"):
             quick("csv", model, data, tmp_path / name, method=Movement(), **{name: value})
     with pytest.raises(ValueError, match="head: expected the usual head"):
         quick("csv", model, data, tmp_path / "mix", method=Movement(), head_mix=True)
