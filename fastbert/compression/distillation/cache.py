@@ -10,7 +10,7 @@ is written, and mapped from it afterwards.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,14 @@ def _places(name: str, numbers: np.ndarray, starts: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([np.arange(*starts[i : i + 2]) for i in numbers]))
 
 
-def outputs(
+def gathered(
     model: Any,
     source: Any,
     wanted: Collection[str],
     dtype: torch.dtype = torch.float32,
     words: tuple[int, float] | None = None,
-) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-    """(numbers of examples, name -> their rows, on the CPU) of some examples at a time.
+) -> dict[str, Tensor]:
+    """name -> the rows of all examples, in their order, on the CPU.
 
     Args:
         model: in eval mode.
@@ -82,8 +82,9 @@ def outputs(
         dtype: float32, or the dtype of autocast.
         words: (k, T): the k likeliest words of each token at temperature T besides; or None.
     """
-    plan, device = source.plan(0), model.device
+    plan, device, starts = source.plan(0), model.device, starts_of(source)
     half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    whole: dict[str, Tensor] = {}
     for group in pack_batches(np.asarray(plan.lengths), BATCH_TOKENS):
         # A row that is alone is multiplied by other kernels, with other roundings, than one among several
         numbers = np.repeat(group, 2) if len(group) == 1 else group
@@ -93,9 +94,13 @@ def outputs(
         with torch.no_grad(), half:
             made = read(model, given, wanted)
             found = made.tensors if words is None else {**made.tensors, **_words(model, made, *words)}
-        if len(numbers) != len(group):
-            found = {name: t[: len(t) // 2] for name, t in found.items()}
-        yield group, {name: t.cpu() for name, t in found.items()}
+        for name, t in found.items():
+            rows = t[: len(t) // 2] if len(numbers) != len(group) else t
+            if name not in whole:
+                count = len(starts) - 1 if _of_examples(name) else int(starts[-1])
+                whole[name] = rows.new_empty(count, *rows.shape[1:], device="cpu")
+            whole[name][_places(name, group, starts)] = rows.cpu()
+    return whole
 
 
 def _words(model: Any, made: Read, count: int, temperature: float) -> dict[str, Tensor]:
@@ -112,24 +117,6 @@ def starts_of(source: Any) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(source.plan(0).lengths, dtype=np.int64)])
 
 
-def gathered(
-    model: Any,
-    source: Any,
-    wanted: Collection[str],
-    dtype: torch.dtype = torch.float32,
-    words: tuple[int, float] | None = None,
-) -> dict[str, Tensor]:
-    """name -> the rows of all examples, in their order; arguments as `outputs`."""
-    starts, whole = starts_of(source), {}
-    for numbers, found in outputs(model, source, wanted, dtype, words):
-        for name, t in found.items():
-            if name not in whole:
-                count = len(starts) - 1 if _of_examples(name) else int(starts[-1])
-                whole[name] = t.new_empty(count, *t.shape[1:])
-            whole[name][_places(name, numbers, starts)] = t
-    return whole
-
-
 def write_cache(
     folder: Path,
     key: Mapping[str, Any],
@@ -144,7 +131,7 @@ def write_cache(
     Args:
         folder: the cache's directory.
         key: what the outputs depend on; JSON values.
-        teacher, source, wanted, dtype, words: see `outputs`.
+        teacher, source, wanted, dtype, words: see `gathered`.
 
     Raises:
         ValueError: the directory has outputs that depend on something else, or lack a name.
