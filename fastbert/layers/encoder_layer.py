@@ -267,8 +267,10 @@ class EncoderLayer(PackedLayer):
         made = self.as_made
         if made is not None and made.holds(self):
             return None
-        reason = self._gap()
-        self.as_made = AsMade(self) if reason is None else None
+        reason, self.as_made = self._gap(), None
+        # Under a hook that may stay nothing is kept, as its removal would not show
+        if reason is None and (made := AsMade(self)).holds(self):
+            self.as_made = made
         return reason
 
     def _gap(self) -> str | None:

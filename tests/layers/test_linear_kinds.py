@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from fastbert.layers import linear as layers
+from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
 
 KINDS = {"float": layers.FLOAT, "int8": layers.INT8}
@@ -53,3 +55,22 @@ def test_the_joined_weights_of_floating_point_layers_get_their_gradients():
         torch.testing.assert_close(module.weight.grad, weight.grad)
         torch.testing.assert_close(module.bias.grad, bias.grad)
     assert not prepared.remembered(owner)
+
+
+def as_fsdp(*_):
+    """A hook that does not keep a layer from packed tokens."""
+
+
+as_fsdp.__module__ = "torch.distributed.fsdp"
+
+
+@pytest.mark.parametrize("where", ["attention.self.query", "output.dense", "attention.output.LayerNorm"])
+def test_a_layer_has_a_kind_while_all_its_parts_are_plain(where):
+    layer = EncoderLayer(EncoderConfig(hidden_size=16, num_attention_heads=2, intermediate_size=24))
+    assert layer.look(None).kind is layers.FLOAT
+    hook = layer.get_submodule(where).register_forward_hook(as_fsdp)
+    assert layer.look(None).kind is None
+    hook.remove()
+    assert layer.look(None).kind is layers.FLOAT
+    layer.output.dense = QuantizedLinear(24, 16)
+    assert layer.look(None).kind is None
