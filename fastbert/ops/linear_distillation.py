@@ -32,6 +32,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import LinearNeeds
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 # `chunk_bytes` by default: as many rows as those of `linear_cross_entropy`, with both logits.
@@ -109,22 +110,13 @@ def _checked(inputs: DistillationInputs) -> DistillationInputs:
     return inputs
 
 
-@torch.library.custom_op("fastbert::linear_distillation_fwd", mutates_args=())
-def linear_distillation_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    temperature: float,
-    chunk_rows: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "fastbert::linear_distillation_fwd", mutates_args=(), schema=schema(DistillationInputs, returns=1)
+)
+def linear_distillation_fwd(*args: Any) -> Tensor:
     """The loss (), in float32 (float64 for float64 `x`)."""
-    inputs = DistillationInputs(
-        x, weight, bias, teacher_x, teacher_weight, teacher_bias, temperature, chunk_rows
-    )
-    return dispatch.call("linear_distillation_fwd", x, _checked(inputs), False)[0]
+    inputs = _checked(DistillationInputs(*args))
+    return dispatch.call("linear_distillation_fwd", inputs.x, inputs, False)[0]
 
 
 @linear_distillation_fwd.register_fake
@@ -132,30 +124,21 @@ def _(x, *_):
     return x.new_empty((), dtype=checks.compute_dtype(x))
 
 
-@torch.library.custom_op("fastbert::linear_distillation_bwd", mutates_args=())
-def linear_distillation_bwd(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    temperature: float,
-    chunk_rows: int,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+_NEEDS = "bool need_dx, bool need_dweight, bool need_dbias"
+
+
+@torch.library.custom_op(
+    "fastbert::linear_distillation_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dloss", DistillationInputs, _NEEDS, returns=3),
+)
+def linear_distillation_bwd(dloss: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each of shape (0,) where not needed. It computes the logits again."""
-    inputs = DistillationInputs(
-        x, weight, bias, teacher_x, teacher_weight, teacher_bias, temperature, chunk_rows
-    )
-    checks.operand("dloss", dloss, (), (checks.compute_dtype(_checked(inputs).x),), x)
-    if need_dbias and bias is None:
+    inputs, need = _checked(DistillationInputs(*args[:-3])), LinearNeeds(*args[-3:])
+    checks.operand("dloss", dloss, (), (checks.compute_dtype(inputs.x),), inputs.x)
+    if need.dbias and inputs.bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
-    need = LinearNeeds(need_dx, need_dweight, need_dbias)
-    return dispatch.call("linear_distillation_bwd", x, dloss, inputs, None, None, need)
+    return dispatch.call("linear_distillation_bwd", inputs.x, dloss, inputs, None, None, need)
 
 
 @linear_distillation_bwd.register_fake
