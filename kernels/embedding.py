@@ -273,7 +273,7 @@ def _dz_and_sums(dy, z, ln_weight, mean, rstd, dropout_p, seed, offset, dz, demb
         (programs, column_blocks),
         dy.device,
         *(dy, None, None, z, ln_weight, mean, rstd, means, seed, dembeds, dz, *partials, None),
-        *(*strides, hidden, *scalars),
+        *(*strides, *scalars),
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -292,7 +292,7 @@ def layer_norm_bwd_with(
         dy.device,
         *(dy, drounded, dsum, z, weight, mean, rstd, means, seed, dx if need_dx else None),
         *(dresidual if own_dresidual else None, dweight, dbias, dx_bias, dy.stride(0), z.stride(0)),
-        *((dx if need_dx else dresidual).stride(0), rows, *_dropout_args(dropout_p, offset)),
+        *(rows, *_dropout_args(dropout_p, offset)),
         HIDDEN=hidden,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -51,7 +51,7 @@ def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr, KIND: 
 def _layer_norm_bwd_kernel(
     dy_ptr, drounded_ptr, dsum_ptr, z_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, seed_ptr, dx_ptr,
     dresidual_ptr, dweight_ptr, dbias_ptr, dx_bias_ptr,
-    dy_stride, z_stride, dx_stride,
+    dy_stride, z_stride,
     n_rows, offset, threshold, keep_scale,
     HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     DROPS_OUTPUT: tl.constexpr,
@@ -98,7 +98,7 @@ def _layer_norm_bwd_kernel(
         if dsum_ptr is not None:
             dsum_at = dsum_ptr + rows[:, None] * HIDDEN + cols[None, :]
             dz += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
-        dx_at = rows[:, None] * dx_stride + cols[None, :]
+        dx_at = rows[:, None] * HIDDEN + cols[None, :]
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
         if not DROPS_OUTPUT:
