@@ -41,7 +41,7 @@ def add_prune(commands: Any) -> None:
     units = "share of all {0} to remove, below 1; or a .json file: {{layer: [{0}]}} (default none)"
     add("--heads X", units.format("heads"), type=str)
     add("--neurons X", units.format("neurons"), type=str)
-    add("--layers N,…", "layers to keep, from 0 (default all)")
+    add("--layers N,…", "layers to keep, from 0 (default all)", type=_integers)
     add(
         "--vocabulary FILE",
         "text, one per line: word pieces that it does not use go, but no special token or character "
@@ -106,7 +106,11 @@ def add_distill(commands: Any) -> None:
     student = command.add_mutually_exclusive_group(required=True)
     add = adder(student)
     add("--student DIR", "a directory; a config.json, for a new model; or bilstm; no default")
-    add("--layers N,…", "the student begins with these layers of the teacher, from 0; no default")
+    add(
+        "--layers N,…",
+        "the student begins with these layers of the teacher, from 0; no default",
+        type=_integers,
+    )
     add = adder(command)
     add(
         "--student-family",
@@ -131,6 +135,7 @@ def add_distill(commands: Any) -> None:
         "--layer-map N,…",
         "the teacher's layer, from 1, for each layer of the student that is compared (default: in equal "
         "steps)",
+        type=_integers,
     )
     add("--weights LOSS=X,…", "weights of losses, such as kd=0.9,task=0.1; default: the recipe's")
     add("--lr X", "the largest learning rate, one or one per phase; default: the recipe's", type=_numbers)
@@ -150,6 +155,10 @@ def add_distill(commands: Any) -> None:
     add("--dtype", "bf16, fp16: autocast (default fp32)", choices=("fp32", "bf16", "fp16"))
     add(*DEVICE)
     add(*PROGRESS)
+
+
+def _integers(text: str) -> list[int]:
+    return numbers(text, int)
 
 
 def _numbers(text: str) -> float | list[float]:

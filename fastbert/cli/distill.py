@@ -25,22 +25,19 @@ _SAME = (
     "batch_size",
     "max_length",
 )
-_SAME += ("relation_heads", "seed", "save_every", "workers", "dtype")
+_SAME += ("layer_map", "relation_heads", "seed", "save_every", "workers", "dtype")
 
 
 def run(args: argparse.Namespace) -> int:
     """Distil and print; returns the exit status."""
     options: dict[str, Any] = {name: value for name in _SAME if (value := getattr(args, name)) is not None}
-    if args.layer_map is not None:
-        options["layer_map"] = _integers("--layer-map", args.layer_map)
     if args.weights is not None:
         options["weights"] = _weights(args.weights)
-    student = args.student if args.layers is None else _integers("--layers", args.layers)
     parallel = Parallel(None, device_of(args.device), DTYPES[args.dtype or "fp32"])
     try:
         found = distill(
             args.teacher,
-            student,
+            args.layers or args.student,
             args.data,
             args.output,
             task=args.task,
@@ -73,13 +70,6 @@ def _lines(found: Result) -> list[str]:
             lines.append(f"  {f'{name} on {split}':<28} {value:>14.4f} -> {after:>14.4f}")
     lines += [f"  {name:<28} {value:.4g}" for name, value in found.last.items() if name.endswith("_loss")]
     return lines + [f"  published: {row}" for row in RECIPES[found.recipe].published]
-
-
-def _integers(option: str, given: str) -> list[int]:
-    try:
-        return [int(number) for number in given.split(",")]
-    except ValueError:
-        raise UsageError(f"{option} {given}: expected numbers with commas between") from None
 
 
 def _weights(given: str) -> dict[str, float]:

@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     """Prune, save and print; returns the exit status."""
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
-    layers = _layers(args.layers)
     names = "layers", "vocabulary", "weights", "embedding_rank", "tokens"
     if all(given is None for given in (*(getattr(args, name) for name in names), *units.values())):
         options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names))
@@ -44,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     _check_tokens(args)
     of_sentences = (Path(args.model) / "modules.json").is_file()
     model, examples, pooling = model_of(args.model, args.device, pooler=not of_sentences), None, None
-    names = "weights", "embedding_rank", "score", "multiple", "seed"
-    options = {"layers": layers, **{name: getattr(args, name) for name in names}, **units}
+    names = "layers", "weights", "embedding_rank", "score", "multiple", "seed"
+    options = {**{name: getattr(args, name) for name in names}, **units}
     tokenizer = None
     if args.vocabulary is not None:
         whole = load_tokenizer(transformer_of(args.model))
@@ -129,13 +128,6 @@ def _units(option: str, given: str | None) -> Any:
     ):
         raise UsageError(f"{option} {given}: expected an object of lists by layer")
     return {int(layer): numbers for layer, numbers in content.items()}
-
-
-def _layers(given: str | None) -> list[int] | None:
-    try:
-        return None if given is None else [int(number) for number in given.split(",")]
-    except ValueError:
-        raise UsageError(f"--layers {given}: expected numbers with commas between") from None
 
 
 def _save(model: PreTrainedModel, source: Path, output: Path, tokenizer: Tokenizer | None) -> None:

@@ -47,10 +47,10 @@ def adder(parser: Any) -> Callable[..., None]:
     return add
 
 
-def numbers(text: str) -> list[float]:
-    """The value of an option that takes several numbers."""
+def numbers(text: str, kind: type = float) -> list[Any]:
+    """The value of an option that takes several numbers, each of this kind."""
     try:
-        return [float(number) for number in text.split(",")]
+        return [kind(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
 

@@ -104,8 +104,8 @@ def test_the_parser_knows_all_recipes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--layers 0,x", "--layers 0,x: expected numbers with commas between"),
-        ("--layers 0 --layer-map a", "--layer-map a: expected numbers with commas between"),
+        ("--layers 0,x", "argument --layers: expected numbers with commas between, got '0,x'"),
+        ("--layers 0 --layer-map a", "argument --layer-map: expected numbers with commas between, got 'a'"),
         ("--layers 0 --weights kd", "--weights kd: expected LOSS=X, with commas between"),
         ("--layers 0 --student DIR", "argument --student: not allowed with argument --layers"),
         ("--recipe kd", "one of the arguments --student --layers is required"),

@@ -273,7 +273,7 @@ def test_tokens_leave_within_a_budget(folder, tmp_path, capsys):
         ("encoder --embedding-rank 0", "embedding_rank: expected an integer from 1 to 48, got 0"),
         ("encoder --heads half", "--heads half: expected a share, or a .json file"),
         ("encoder --neurons 1", r"neurons: expected a share in \[0, 1\), got 1.0"),
-        ("encoder --layers 0,x", "--layers 0,x: expected numbers with commas between"),
+        ("encoder --layers 0,x", "argument --layers: expected numbers with commas between, got '0,x'"),
         ("encoder --layers 0,7", r"layers: expected ascending numbers of 3 layers, got \[0, 7\]"),
         ("encoder --heads nothing.json", "nothing.json"),
         ("classes --heads .5", "examples: expected labelled examples for score 'taylor', got None"),
