@@ -67,7 +67,8 @@ def projected(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch) -> t
         norm = parts.attention_norm
         x = apply_norm(norm, x, parts.kind is not None) if parts.fuses_norm else norm(x)
     if form.packed:
-        return rotated(form, apply_linear(parts.query, x, kind=parts.kind), batch)
+        x = apply_linear(parts.query, x, kind=parts.kind)
+        return rotated(form, x, batch)
     given = (x, x) if form.bottleneck is None else bottleneck.inputs(parts, x)
     q, k, v = queries_keys_values(form, parts, *given)
     if form.rotary is None:

@@ -47,10 +47,8 @@ def dense_norm(
     asks = kind if op is not None and dropout_p == 0.0 else None
     if asks is not None and (y := asks.normed(x, dense, residual, norm, arrivals)) is not None:
         return y
-    if type(norm) is not nn.LayerNorm and is_no_norm(norm):
-        product = apply_linear(dense, x, kind=kind), None
-    else:
-        product = product_and_bias(dense, x, kind)
+    adds = type(norm) is not nn.LayerNorm and is_no_norm(norm)
+    product = product_and_bias(dense, x, kind, adds)
     return add_norm(op, norm, *product, residual, dropout_p, seed, offset, rounds)
 
 

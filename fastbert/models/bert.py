@@ -108,7 +108,7 @@ class BertModel(PreTrainedModel):
     @property
     def has_pooler(self) -> bool:
         """Whether the family has a pooler, and the model has one now."""
-        pooler = self.family.pooler
+        pooler = self.config.family.pooler
         return pooler is not None and self._modules.get(pooler.partition(".")[0]) is not None
 
     def extra_repr(self) -> str:
@@ -120,7 +120,7 @@ class BertModel(PreTrainedModel):
 
     def gap(self) -> str | None:
         """Why some modules are called one by one on a padded batch; None if our ops run the whole model."""
-        family = self.family
+        family = self.config.family
         stack = family.layers.partition(".")[0]
         if (reason := calls_all()) is not None:
             return reason
@@ -146,7 +146,7 @@ class BertModel(PreTrainedModel):
         Raises:
             TypeError: a module around layers was replaced; nothing here would call it.
         """
-        family = self.family
+        family = self.config.family
         path = family.layers
         above = path.partition(".")[0]
         stack = self._modules[above]
@@ -331,7 +331,7 @@ class BertModel(PreTrainedModel):
             first: (batch, hidden), the first token of each sequence.
             first_only: whether `hidden` is `first`.
         """
-        family = self.family
+        family = self.config.family
         if not pooler_gap(self, family):
             return pool(self, family, first)
         return self.pooler(first[:, None] if first_only else inputs.packing.grid(hidden)[0])
@@ -405,7 +405,7 @@ class BertModel(PreTrainedModel):
                     f"causal: got True, but config fixed_heads has {ahead[0]!r}, which looks ahead"
                 )
 
-        family = self.family
+        family = self.config.family
         embeddings = self._modules[family.embeddings]
         return run_encoder(
             self,
@@ -435,7 +435,7 @@ class BertModel(PreTrainedModel):
             seed: (1,) int64 of the dropout, on the device; None: nothing drops.
         """
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        family = self.family
+        family = self.config.family
         embeddings = self._modules[family.embeddings]
         ours = isinstance(embeddings, OWN)
         if type(embeddings) is Embeddings and seed is None and (y := launched(embeddings, *ids)) is not None:

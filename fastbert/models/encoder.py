@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def run_encoder(
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
         (batch, hidden). A list that was not asked for is empty.
     """
-    packed, stack = inputs.packing, part(root, family.layers.partition(".")[0])
+    packed, stack = inputs.packing, cast(Any, root._modules[family.layers.partition(".")[0]])
     own = getattr(root, "layer_class", PackedLayer)
     plan: Any = layers if isinstance(layers, Plan) else plan_of(stack, layers, own)
     conv = stack._modules.get("conv") if family.disentangled and start is None else None

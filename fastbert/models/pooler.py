@@ -9,6 +9,8 @@ its own, for every model of this package.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_activated
@@ -51,10 +53,10 @@ def pooler_gap(root: nn.Module, family: Family) -> bool:
     above, _, name = (family.pooler or "").rpartition(".")
     if not above:
         return False
-    module = part(root, above)
+    module: Any = root._modules[above]
     if calls_all() is not None or type(module) is not Pooler or watched(module):
         return True
     return bool(module.steps) and (
-        changed(part(module, name)) is not None
+        changed(module._modules[name]) is not None
         or activation_of(part(root, pooler_activation(family))) is None
     )

@@ -32,8 +32,8 @@ from bench.gpu import breakdown, groups
 from bench.lib import served, training, workloads
 from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
+from fastbert.execution import eager
 from fastbert.graphs.training import encoders_of, serving
-from fastbert.layers import encoder, linear
 from fastbert.ops import feed_forward
 from fastbert.ops import linear as ops_linear
 from fastbert.pretraining.objectives.masked import MaskedLosses
@@ -46,8 +46,7 @@ WAYS = {"fastbert": ("cast", "free", "recorded"), "transformers": ("norm", "free
 def casting() -> Iterator[None]:
     """Autograd casts what layers hand on, and weights."""
     with contextlib.ExitStack() as patched:
-        for module in (encoder, linear):
-            patched.enter_context(mock.patch.object(module, "takes_rounded", return_value=False))
+        patched.enter_context(mock.patch.object(eager, "rounds_products", return_value=False))
         for module in (ops_linear, feed_forward):
             patched.enter_context(mock.patch.object(module, "narrows", return_value=False))
         yield
