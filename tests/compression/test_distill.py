@@ -16,7 +16,7 @@ from fastbert.compression.distillation.cache import FILE
 from fastbert.compression.distillation.recipes import RECIPES, TASK, layer_pairs
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import TrainingError
-from tests.support.rule_tasks import SIZES, WORDS, digests, quick, stopped, tiny_model, written
+from tests.support.rule_tasks import SIZES, WORDS, logged, quick, resumes, tiny_model, written
 
 SMALL = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -42,10 +42,6 @@ def distil(places, recipe, student, output, **options):
         return fastbert.distill(places / "teacher", student, places / "data", output, recipe, **given)
     teacher = places / ("words" if recipe == "distilbert" else "base")
     return fastbert.distill(teacher, student, places / "text.txt", output, recipe, **given)
-
-
-def logged(output):
-    return [json.loads(line) for line in (output / "run" / "log.jsonl").read_text().splitlines()]
 
 
 # recipe -> (student, options)
@@ -96,30 +92,15 @@ def test_losses_fall(places, tmp_path, recipe):
     assert held == {checkpoint.name} | ({"model"} if recipe != "bilstm" else set())
 
 
-def _bits(output):
-    """Digests, without the sizes of epochs that a run happens to know, and the manifest that hashes them."""
-    return {
-        name: value
-        for name, value in digests(output).items()
-        if not name.endswith(("trainer.json", "manifest.json"))
-    }
-
-
 @pytest.mark.parametrize("recipe", ["kd", "tinybert-task", "theseus", "bilstm", "distilbert", "minilm"])
 @pytest.mark.parametrize("step", [4, 9])
 def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch, recipe, step):
     student, more = RUNS[recipe]
     options = {**more, "lr": 1e-3, "epochs": 1 if RECIPES[recipe].data == TASK else 4}
-    distil(places, recipe, student, tmp_path / "whole", **options)
-    if step >= logged(tmp_path / "whole")[-1]["step"]:
-        step = 2
-    stopped(monkeypatch, step, lambda: distil(places, recipe, student, tmp_path / "part", **options))
-    assert not (tmp_path / "part" / "results.json").exists()
-    for _ in range(2):
-        # Once more: a finished run is not trained again
-        distil(places, recipe, student, tmp_path / "part", **options)
-        found, expected = (_bits(tmp_path / name) for name in ("part", "whole"))
-        assert found == expected
+    # Theseus has two phases of six steps; the others' runs are longer, or have six
+    step = 2 if step == 9 and recipe in ("kd", "bilstm") else step
+    # Twice: a finished run is not trained again
+    resumes(monkeypatch, step, tmp_path, lambda out: distil(places, recipe, student, out, **options), 2)
 
 
 @pytest.mark.parametrize("recipe", ["kd", "pkd", "tinybert-task", "bilstm", "tinybert", "minilm", "minilmv2"])

@@ -32,13 +32,14 @@ def places(tmp_path_factory):
 
 
 SMALL = {**SIZES, "hidden_size": 48, "num_attention_heads": 3}
+TEXT = {"teacher": "base", "data": "text.txt"}
 REFUSED = {
     "a recipe": ({"recipe": "pdk"}, "recipe: expected one of kd, bilstm, .*, got 'pdk'"),
     "no data": ({"data": "nothing.txt"}, "data: .*nothing.txt does not exist"),
     "an option": ({"reinit": 1}, "unknown option 'reinit': expected one of batch_size"),
-    "a rate": ({"lr": [1e-3, 1e-4]}, r"lr: expected one number, or 1 for this recipe, got \[0.001, 0.0001\]"),
+    "a rate": ({"lr": [0.001, 0.0001]}, r"lr: expected one number, or 1 for this recipe"),
     "epochs": ({"epochs": 0}, "epochs: expected a finite number > 0, got 0"),
-    "a later phase": ({"recipe": "theseus", "lr": [1e-3, -1]}, "lr: expected a finite number > 0, got -1"),
+    "a later phase": ({"recipe": "theseus", "lr": [0.001, -1]}, "lr: expected a finite number > 0, got -1"),
     "a weight": ({"weights": {"mlm": 1}}, "weights: 'mlm' is no loss of this recipe; expected some of"),
     "weights": ({"weights": {"kd": 0, "task": 0}}, "weights: expected one above 0 in each phase"),
     "a weight's value": ({"weights": {"kd": -1}}, "weights: kd: expected a finite number >= 0, got -1"),
@@ -48,17 +49,11 @@ REFUSED = {
     "a length": ({"max_length": 65}, "max_length: expected at most 64 for these models, got 65"),
     "an output": ({"output": "teacher"}, "output: expected another directory than that of a model"),
     "no head": ({"teacher": "base"}, "teacher: .*base has no trained head"),
-    "no words' head": (
-        {"teacher": "base", "recipe": "distilbert", "data": "text.txt"},
-        "teacher: .*base has no masked-LM head",
-    ),
+    "no words' head": ({**TEXT, "recipe": "distilbert"}, "teacher: .*base has no masked-LM head"),
     "a student": ({"student": 3}, "student: expected a directory, a config, a model, .*, got int"),
     "a layer": ({"student": [0, 2]}, r"layers: expected ascending numbers of 2 layers, got \[0, 2\]"),
     "8 bits": ({"student": "int8"}, "model: .*int8 is quantised, so it cannot be trained"),
-    "an encoder of 8 bits": (
-        {"recipe": "minilm", "teacher": "base", "student": "int8", "data": "text.txt"},
-        "model: student is quantised, so it cannot be trained",
-    ),
+    "an encoder of 8 bits": ({**TEXT, "recipe": "minilm", "student": "int8"}, "model: student is quantised"),
     "a model of 8 bits": ({"student": "quantised"}, "model: student is quantised, so it cannot be trained"),
     "an encoder": (
         {"student": "model"},
@@ -73,14 +68,11 @@ REFUSED = {
         "data: .*expected a directory, or a file that ends in",
     ),
     "another task": ({"task": "swag"}, "task: expected one with labels of texts, tokens or spans, got swag"),
-    "a task of text": (
-        {"recipe": "minilm", "teacher": "base", "data": "text.txt", "task": "ner"},
-        "task: expected None, as the recipe reads no labelled examples, got 'ner'",
-    ),
+    "a task of text": ({**TEXT, "recipe": "minilm", "task": "ner"}, "task: expected None, .*, got 'ner'"),
     "a folder": ({"recipe": "minilm", "teacher": "base"}, "data: .*: expected a corpus of fastbert prepare"),
     "text for a bilstm": (
-        {"recipe": "minilm", "teacher": "base", "student": "bilstm", "data": "text.txt"},
-        "student: a BiLSTM learns from labelled examples, which this recipe does not read",
+        {**TEXT, "recipe": "minilm", "student": "bilstm"},
+        "student: a BiLSTM learns from labelled",
     ),
     "layers of a bilstm": ({"recipe": "pkd", "student": "bilstm"}, "student: a BiLSTM has no layers"),
     "no layers": ({"layer_map": [1]}, "layer_map: expected None with a recipe that compares no layers"),
@@ -90,7 +82,7 @@ REFUSED = {
     ),
     "a long map": (
         {"recipe": "pkd", "student": [0, 1], "layer_map": [1, 2]},
-        r"layer_map: expected 1 layers of the teacher, one for each of the student's layers \[1\], got 2",
+        r"layer_map: expected 1 layers .* \[1\], got 2",
     ),
     "one layer": ({"recipe": "pkd", "student": [0]}, "student: expected two layers at least"),
     "a deep student": (
@@ -103,21 +95,15 @@ REFUSED = {
     ),
     "attention heads": (
         {"recipe": "tinybert-task", "student": "small"},
-        "student: num_attention_heads: expected 4 as the teacher has, got 3",
+        "student: num_attention_heads: expected 4 .*, got 3",
     ),
     "minilm's heads": (
-        {"recipe": "minilm", "teacher": "base", "student": "small", "data": "text.txt"},
-        "student: num_attention_heads: expected 4 as the teacher has, got 3",
+        {**TEXT, "recipe": "minilm", "student": "small"},
+        "student: num_attention_heads: expected 4 .*, got 3",
     ),
     "relation heads": (
-        {
-            "recipe": "minilmv2",
-            "teacher": "base",
-            "student": "small",
-            "data": "text.txt",
-            "relation_heads": 32,
-        },
-        "relation_heads: expected a divisor of the student's hidden_size 48, got 32",
+        {**TEXT, "recipe": "minilmv2", "student": "small", "relation_heads": 32},
+        "relation_heads: .* student's hidden_size 48",
     ),
     "a family": (
         {"recipe": "theseus", "student": "roberta"},
@@ -125,7 +111,7 @@ REFUSED = {
     ),
     "falling groups": (
         {"recipe": "theseus", "student": [0, 1], "layer_map": [2, 1]},
-        r"layer_map: expected rising numbers that end with 2, got \[2, 1\]",
+        r"layer_map: expected rising numbers .* \[2, 1\]",
     ),
 }
 STUDENTS = {

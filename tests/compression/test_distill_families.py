@@ -92,19 +92,9 @@ def test_a_cut_teacher_becomes_plain():
 @pytest.mark.parametrize(
     ("of", "to", "config", "message"),
     [
-        (
-            "roberta",
-            "distilbert",
-            {},
-            "expected bert or distilbert, .*, got 'distilbert' from layers of roberta",
-        ),
+        ("roberta", "distilbert", {}, "expected bert or distilbert, .* 'distilbert' from layers of roberta"),
         ("bert", "roberta", {}, "expected bert or distilbert, .*, got 'roberta' from layers of bert"),
-        (
-            "bert",
-            "distilbert",
-            {"layer_norm_eps": 1e-5},
-            "norms of distilbert have eps 1e-12, the teacher's have 1e-05",
-        ),
+        ("bert", "distilbert", {"layer_norm_eps": 1e-5}, "norms .* have eps 1e-12, the teacher's have 1e-05"),
         (
             "bert",
             "distilbert",
@@ -115,7 +105,7 @@ def test_a_cut_teacher_becomes_plain():
             "bert",
             "distilbert",
             {"fixed_heads": ["current"] + ["learned"] * 3},
-            "expected a teacher without config fixed_heads",
+            ".* without config fixed_heads",
         ),
     ],
 )

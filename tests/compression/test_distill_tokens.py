@@ -17,7 +17,7 @@ from fastbert.compression.distillation.reading import SPANS, TOKENS
 from fastbert.finetuning.encoded import Encoded, Source
 from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
-from tests.support.rule_tasks import SIZES, digests, quick, stopped, tiny_model, written
+from tests.support.rule_tasks import SIZES, logged, quick, resumes, tiny_model, written
 
 LENGTHS = (5, 9, 2, 7)
 GIVEN = {"lr": 2e-3, "batch_size": 8, "progress": False}
@@ -167,10 +167,6 @@ def distil(places, task, recipe, output, **options):
     return fastbert.distill(places / task, student, places / f"{task}-data", output, recipe, **given)
 
 
-def logged(output):
-    return [json.loads(line) for line in (output / "run" / "log.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_fall_and_students_score(places, tmp_path, task, recipe):
@@ -203,14 +199,7 @@ def test_cached_scores_of_tokens_change_nothing(places, tmp_path, task):
 
 
 def test_a_stopped_run_of_spans_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):
-    distil(places, "squad2", "kd", tmp_path / "whole", epochs=1)
-    stopped(monkeypatch, 3, lambda: distil(places, "squad2", "kd", tmp_path / "part", epochs=1))
-    distil(places, "squad2", "kd", tmp_path / "part", epochs=1)
-    found, expected = (
-        {key: value for key, value in digests(tmp_path / name).items() if "run/" not in key}
-        for name in ("part", "whole")
-    )
-    assert found == expected
+    resumes(monkeypatch, 3, tmp_path, lambda out: distil(places, "squad2", "kd", out, epochs=1))
 
 
 def test_new_students_have_the_head_of_the_task(places, tmp_path):

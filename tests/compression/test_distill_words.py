@@ -13,7 +13,7 @@ import fastbert
 from fastbert.compression.distillation import data
 from fastbert.compression.distillation.cache import FILE
 from fastbert.training.loop import TrainingError
-from tests.support.rule_tasks import WORDS, digests, stopped, tiny_model
+from tests.support.rule_tasks import WORDS, logged, resumes, tiny_model
 
 GIVEN = {"lr": 1e-3, "epochs": 2, "batch_size": 8, "max_length": 32, "progress": False}
 MOST = len(WORDS) - 1
@@ -33,10 +33,6 @@ def distil(places, output, student=(0,), **options):
     student = list(student) if isinstance(student, tuple) else student
     given = {**GIVEN, **options}
     return fastbert.distill(places / "words", student, places / "text.txt", output, "distilbert", **given)
-
-
-def logged(output):
-    return [json.loads(line) for line in (output / "run" / "log.jsonl").read_text().splitlines()]
 
 
 def test_all_words_are_the_live_teacher(places, tmp_path, monkeypatch):
@@ -86,14 +82,7 @@ def test_masks_repeat_in_each_epoch(places, tmp_path):
 
 def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch):
     options = {"cache": tmp_path / "cache"}
-    distil(places, tmp_path / "whole", **options)
-    stopped(monkeypatch, 4, lambda: distil(places, tmp_path / "part", **options))
-    distil(places, tmp_path / "part", **options)
-    found, expected = (
-        {key: value for key, value in digests(tmp_path / name).items() if "run/" not in key}
-        for name in ("part", "whole")
-    )
-    assert found == expected
+    resumes(monkeypatch, 4, tmp_path, lambda out: distil(places, out, **options))
     with pytest.raises(TrainingError, match=r"^cache_words: the run in"):
         distil(places, tmp_path / "part", cache=tmp_path / "new", cache_words=5)
 

@@ -255,6 +255,28 @@ def stopped(patch: pytest.MonkeyPatch, step: int, call: Callable[[], object]) ->
             call()
 
 
+def logged(output: Path) -> list[dict[str, float]]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (output / "run" / "log.jsonl").read_text().splitlines()]
+
+
+def resumes(
+    patch: pytest.MonkeyPatch, step: int, folder: Path, run: Callable[[Path], object], times: int = 1
+) -> dict[str, str]:
+    """Check that a run that is stopped after so many steps ends with a whole one's bytes; its digests."""
+    run(folder / "whole")
+    stopped(patch, step, lambda: run(folder / "part"))
+    assert not (folder / "part" / "results.json").exists()
+    # These have sizes of epochs that a run happens to know, or hash them
+    apart, found = ("trainer.json", "manifest.json"), {}
+    for _ in range(times):
+        run(folder / "part")
+        both = (digests(folder / name) for name in ("part", "whole"))
+        found, expected = ({k: v for k, v in each.items() if not k.endswith(apart)} for each in both)
+        assert found == expected
+    return found
+
+
 def digests(output: Path) -> dict[str, str]:
     """File -> SHA-256, of all that a result depends on."""
     return {
