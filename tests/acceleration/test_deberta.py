@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.deberta_v2.modeling_deberta_v2 import ConvLayer
 
 import fastbert
 from tests.support.accelerated_models import (
@@ -103,6 +104,21 @@ def test_hooks_see_what_they_see_in_the_stock_model(path, said):
     for ours, theirs in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         close(ours, theirs)
     assert said in str(fastbert.explain(fast))
+
+
+class _Twice(ConvLayer):
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+@torch.no_grad()
+def test_a_convolution_of_another_class_is_called():
+    slow, fast = build("deberta-v2", conv_kernel_size=3)
+    inputs = first_kept("deberta-v2")
+    slow.encoder.conv = fast.encoder.conv = _Twice(slow.config).eval()
+    with calls(fast, packed=0, padded=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    assert "encoder.conv is not the stock model's" in str(fastbert.explain(fast))
 
 
 def test_explain_knows_the_table_of_distances():
