@@ -231,3 +231,18 @@ def test_fewer_heads_and_inner_columns():
     for layer in small.layer_list():
         layer.register_forward_hook(lambda *_: None)
     close(kept_rows(small, inputs), kept_rows(whole, {**inputs, "head_mask": gates}), 1e-9)
+
+
+@torch.no_grad()
+def test_a_norm_that_is_called_itself():
+    """The sum before it is the feed-forward block's residual all the same."""
+
+    def as_fsdp(*_): ...
+
+    as_fsdp.__module__ = "torch.distributed.fsdp"  # a hook that leaves the tokens packed
+    model, inputs = native(hf_model("modernbert")).double(), batch("modernbert")
+    expected = kept_rows(model, inputs)
+    for layer in model.layer_list():
+        layer.mlp_norm.register_forward_hook(as_fsdp)
+    assert model.gap() is None
+    close(kept_rows(model, inputs), expected, 1e-9)
