@@ -79,7 +79,7 @@ def of_bits() -> list[tuple[str, tuple[float, ...]]]:
     rows = {row["format"]: row for row in json.loads(file.read_text())["rows"]}
     near = "| {} | {{:.5f}} | {{:.5f}} | {{:.5f}} |"
     found = []
-    for name in ("bfloat16", "int8", "fp8"):
+    for name in ("bfloat16", "int8", "int8-static", "int8-float", "fp8"):
         row = rows[name]
         figures = [row[key] for key in ("cosine_mean", "cosine_least", "spearman")]
         loud = [row[key] for key in ("sqnr_least", "sqnr_median") if key in row]
