@@ -260,7 +260,7 @@ class Parts(NamedTuple):
         rates: the probabilities of dropout at the layer's `SITES`, and of a fourth dropout if it has one.
         fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
         feed: (rows, hidden) -> (rows, hidden), another module's feed-forward block with its sum and norm;
-            None for ours.
+            None for ours. Accelerated models alone have one, and they have no taps.
         int8: whether 8-bit copies of the linear layers, all of them plain, run in their place.
         label: the layer's name in errors.
         kind: how all linear layers are multiplied (`linear.LinearKind`), if they are of one kind and not

@@ -169,13 +169,10 @@ def _check_changed(
 ) -> None:
     """Raise ValueError for what the layers cannot do; arguments as of `run_encoder`."""
     step = plan.changed
-    for each in plan.steps if taps is not None else ():
-        stock = each.parts is not None and each.parts.feed is not None
-        if each.reason is not None or stock:
-            raise ValueError(
-                f"model: layer {each.number} shows nothing of what it computes inside, because "
-                f"{each.reason or 'its stock feed-forward block runs'}"
-            )
+    if taps is not None and step is not None:
+        raise ValueError(
+            f"model: layer {step.number} shows nothing of what it computes inside, because {step.reason}"
+        )
     if schedule is not None:
         asked = {"attention_mask": inputs.bias is not None, "causal": causal}
         asked |= {"output_attentions": want_attentions, "taps": taps is not None}
