@@ -47,6 +47,11 @@ FAULTS = (
     _fault("copies.cpp", "a copy may write anywhere", '        w.block->shared->check(at, size, l, "an asynchronous copy");\n', ""),
     # memory
     _fault("memory.cpp", "blocks may overlap", "writers[i] != 0 && writers[i] != self", "writers[i] != 0 && false"),
+    # chained launches
+    _fault("control.cpp", "one lane waits for all", "w.waited |= m;", "w.waited = ~0u;"),
+    _fault("memory.cpp", "stores may come early", "if (!writes && start <= address", "if (start <= address"),
+    _fault("copies.cpp", "copies may come early", "        if (read) check_early(w, from[l], read, l, false);\n", ""),
+    _fault("api.cpp", "a chained kernel need not wait", "if (launch.chained && !launch.waited)", "if (false)"),
     _fault("warps.cpp", "a shuffle may name lanes elsewhere", "        if (named[l] & w.live & ~m)\n", "        if (named[l] & w.live & ~m & 0)\n"),
 )  # fmt: skip
 

@@ -280,12 +280,16 @@ def test_a_block_waits_for_another(seed):
 ACCESSES = (
     "ld.global.u32 %r5, [%rd4];",
     "st.global.u32 [%rd4], %r1;",
+    "st.global.u32 [%rd3], %r1;",
     "red.global.add.u32 [%rd4], %r1;",
     "cp.async.ca.shared.global [%r3], [%rd4], 4; cp.async.wait_all;",
 )
 
 
-@pytest.mark.parametrize("access", ACCESSES, ids=lambda access: access.split()[0])
+@pytest.mark.parametrize(
+    "access",
+    ACCESSES,
+)
 def test_an_access_before_the_kernels_before_have_ended(access):
     """A kernel before may write y, but not x."""
     x, y = (torch.zeros(64, dtype=torch.int32) for _ in range(2))
