@@ -290,7 +290,7 @@ class Run {
         if (by_clusters(args, error)) return error;
         if (by_hopper(stack_, w, rows, device_)) {
             bool refused = false;
-            const char* const error =
+            error =
                 cuda_linear_hopper_product(args, device_.multiprocessors, device_.index, stream_, refused);
             if (!refused) return error;
         }
@@ -299,9 +299,8 @@ class Run {
             args.tile_rows = plan.tile_rows, args.parts = plan.parts;
             return cuda_linear_product(args, device_.index, stream_);
         }
-        if (const char* error =
-                product(rows, w.inner, stack_.hidden, memory_.normed, w.up, w.up_bias, memory_.inner))
-            return error;
+        error = product(rows, w.inner, stack_.hidden, memory_.normed, w.up, w.up_bias, memory_.inner);
+        if (error != nullptr) return error;
         const auto pass = stack_.dtype == DType::kFloat32    ? launch_activation<float>
                           : stack_.dtype == DType::kBFloat16 ? launch_activation<bf16>
                                                              : launch_activation<fp16>;
