@@ -37,6 +37,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch
 
 from bench.gpu import tools
+from bench.gpu.engines import graph_of
 from bench.lib import lines, workloads
 from bench.lib.engines import config_of, encoder_of
 from bench.lib.kernels import poisoned
@@ -272,15 +273,7 @@ def graphs(check: Check, unit: Unit) -> Iterator[None]:
     with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
         inputs = case.inputs(unit.dtype, check.device)
         call = evaluator(check, unit, case, inputs, False)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is compiled, made or chosen at a first call
-            for _ in range(2):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            static = call()
+        graph, static = graph_of(call)
         same = []
         for seed in range(1, REPLAYS + 1):
             expected = swapped(case, check, unit, inputs, seed)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +18,7 @@ import fastbert
 from bench.lib import workloads
 from bench.lib.engines import DTYPES, Forward, config_of, theirs, torch_forward
 
+T = TypeVar("T")
 # torch_compile comes last: it takes a minute or more per shape
 ENGINES = (
     "fastbert-bf16",
@@ -87,6 +90,20 @@ def torch_encoder_state(state: dict[str, torch.Tensor], layers: int) -> dict[str
     return found
 
 
+def graph_of(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A call as a CUDA graph, and its output, which every replay writes anew."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # what is compiled, made or chosen at a first call
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = call()
+    return graph, output
+
+
 def captured(forward: Forward) -> Forward:
     """`forward` as one CUDA graph per batch shape: inputs are copied in, the graph's own output comes back.
 
@@ -99,15 +116,7 @@ def captured(forward: Forward) -> Forward:
         key = tuple((name, value.shape) for name, value in inputs.items())
         if key not in graphs:
             static = {name: value.clone() for name, value in inputs.items()}
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # what is made or chosen at a first call
-                    forward(static)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                output = forward(static)
+            graph, output = graph_of(lambda: forward(static))
             graphs[key] = graph, static, output
         graph, static, output = graphs[key]
         for name, value in inputs.items():

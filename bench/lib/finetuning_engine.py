@@ -203,11 +203,7 @@ def theirs(
         return trainer.state.log_history
 
 
-SIDES = {
-    "fastbert": ours,
-    "transformers": theirs,
-    "transformers_grouped": functools.partial(theirs, grouped=True),
-}
+SIDES = dict(fastbert=ours, transformers=theirs, transformers_grouped=functools.partial(theirs, grouped=True))
 
 
 def _examples(folder: Path, file: str = EXAMPLES) -> Encoded:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from bench.lib import finetuning
 from bench.lib.engines import minilm_directory
-from tests.support.benches import ROOT, TINY, has
+from tests.support.benches import TINY, has, suite
 
 pytestmark = pytest.mark.skipif(minilm_directory() is None, reason="needs MiniLM's tokenizer")
 # task -> (mean tokens per example, the most)
@@ -53,18 +50,8 @@ def test_the_suite_s_file(tmp_path):
     if not has("transformers"):
         pytest.skip("needs transformers")
     written = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "bench/suite/test_finetuning.py",
-    ]
-    command += ["--smoke", "--samples", "2", "--dtype", "fp32", "--benchmark-json", str(written)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    options = ["--samples", 2, "--dtype", "fp32", "--benchmark-json", written]
+    done = suite("bench/suite/test_finetuning.py", *options, OMP_NUM_THREADS="2")
     data = json.loads(written.read_text())
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     groups = [entry["group"] for entry in data["benchmarks"]]

@@ -12,29 +12,15 @@ import pytest
 import torch
 
 from bench.lib import load, load_engine, turns
-from tests.support.benches import ROOT
+from tests.support.benches import ROOT, suite
 from tests.support.processes import runs
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped neighbour stays")
 
 
-def suite(*options: object, **environment: str) -> subprocess.CompletedProcess:
-    """Run the suite's file in a process of its own, on tiny models."""
-    command = [sys.executable, "-m", "pytest", "-q", "bench/suite/test_load.py", "-p", "no:cacheprovider"]
-    command += ["--smoke", "--threads", str(torch.get_num_threads()), *map(str, options)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
-
-
 def row(name: str, loss: float, spread: float = 0.02, **facts: object) -> dict:
     """A measured row of the kind `neighbour`."""
-    sizes = {
-        "median_ms": 10.0 * loss,
-        "min_ms": 9.0,
-        "samples_ms": [10.0 * loss] * 4,
-        "n": 4,
-        "quiet_ms": 10.0,
-    }
+    sizes = dict(median_ms=10.0 * loss, min_ms=9.0, samples_ms=[10.0 * loss] * 4, n=4, quiet_ms=10.0)
     row = {"candidate": name, "status": "ok", "loss": loss, "spread": spread, "quiet_spread": 0.02}
     return {**row, **sizes, "cosine": 1.0, **facts}
 
@@ -68,7 +54,8 @@ load.Bench = Bench
 def pytest_configure(config): config.option.smoke = False
 """
     (tmp_path / "fake_load.py").write_text(plugin)
-    done = suite("-p", "fake_load", "--workload", "1x16", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    options = ["bench/suite/test_load.py", "--threads", torch.get_num_threads(), "--workload", "1x16"]
+    done = suite("-p", "fake_load", *options, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "loss 2.00, expected at most 1.50 as openvino-fp32, and 5% for noise" in done.stdout
     assert "loss 2.00 (best peer openvino 1.50: promise broken)" in done.stdout

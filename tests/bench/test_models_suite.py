@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
 from bench.lib import analysis, mlperf, mlperf_records, turns, workloads
-from tests.support.benches import ROOFS, ROOT, TINY
+from tests.support.benches import ROOFS, TINY, suite
 
 # --- MLPerf -------------------------------------------------------------------------------------------------
 
@@ -78,11 +76,8 @@ RUNS = {
 def test_files_of_the_suite(options, tmp_path):
     files = ("mlperf",) if options else ("training", "accelerate", "analysis", "encode", "memory")
     written = tmp_path / "out.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"bench/suite/test_{file}.py" for file in files]
-    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    options_of_all = ["--samples", 2, "--benchmark-json", written, *options]
+    done = suite(*(f"bench/suite/test_{file}.py" for file in files), *options_of_all, OMP_NUM_THREADS="2")
     printed, data = done.stdout, json.loads(written.read_text())
     assert done.returncode == 0, (printed + done.stderr)[-3000:]
     groups = [entry["group"] for entry in data["benchmarks"]]

@@ -14,26 +14,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # bench/ is part of the checkout, not of the package
+from bench import probe
+from bench.lib import lines, probe_steps, report, timing, workloads
 
-from bench import probe  # noqa: E402
-from bench.lib import lines, probe_steps, report, timing, workloads  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.sweep
 def test_the_whole_command(tmp_path):
     path = tmp_path / "deep" / "probe.json"
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "probe.py"),
-        "--device",
-        "cpu",
-        "--smoke",
-        "--threads",
-        "1",
-    ]
-    command += ["--json", str(path), "--note", "a test"]
+    command = [sys.executable, str(ROOT / "bench" / "probe.py"), "--device", "cpu", "--smoke"]
+    command += ["--threads", "1", "--json", str(path), "--note", "a test"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     data = json.loads(path.read_text())

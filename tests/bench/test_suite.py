@@ -17,8 +17,7 @@ from bench.lib import engines, kernels, results, tables, timing, turns
 from bench.lib.probe_steps import reason_of
 from fastbert import testing
 from fastbert.backends import aten
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.benches import ROOT, suite
 
 
 def row(candidate: str, ms: float = 1.0, **facts: object) -> dict:
@@ -229,17 +228,15 @@ def test_files_of_the_suite_are_collected_with_unique_names(device):
         ),
     ],
 )
-def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, file, options, expected):
+def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, monkeypatch, file, options, expected):
     """The suite's ways on a GPU: its engines, clocks and dtypes (tests/support/fake_cuda.py)."""
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.fake_cuda", f"bench/suite/{file}"]
-    command += ["--device=cuda", "--smoke", "--samples=2", f"--benchmark-json={path}", "--benchmark-quiet"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "FASTBERT_CACHE": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)  # a GPU has none
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a GPU has none
+    options = [*options, "--device=cuda", "--samples=2", f"--benchmark-json={path}", "--benchmark-quiet"]
+    done = suite(
+        "-p", "tests.support.fake_cuda", f"bench/suite/{file}", *options, FASTBERT_CACHE=str(tmp_path)
     )
     data = json.loads(path.read_text())
     timed = [each["params"]["candidate"] for each in data["benchmarks"]]

@@ -11,15 +11,11 @@ from torch import nn
 from bench import footprint, memory
 from bench.gpu import groups
 from bench.gpu import training as gpu_training
-from bench.lib import attention, report, roofs, training, workloads
+from bench.lib import attention, report, training, workloads
 from fastbert.ops import linear
 from fastbert.runtime import dispatch
 from tests.support import launchers
-
-TINY = workloads.TINY
-LENGTHS = (9, 2, 14)
-ROOFS = roofs.Roofs({"fp32": 100.0, "bf16": 200.0, "fp16": 100.0, "int8": 400.0}, 20.0)
-
+from tests.support.benches import LENGTHS, ROOFS, TINY
 
 # ---- the step ----
 

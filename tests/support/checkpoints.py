@@ -20,14 +20,7 @@ SIZES = {
     "vocab_size": 61,
     "max_position_embeddings": 40,
 }
-DISTIL = {
-    "dim": 32,
-    "n_layers": 3,
-    "n_heads": 4,
-    "hidden_dim": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 40,
-}
+DISTIL = dict(dim=32, n_layers=3, n_heads=4, hidden_dim=48, vocab_size=61, max_position_embeddings=40)
 # class prefix -> config; all sizes differ, so that swapped axes are found
 CONFIGS = {
     "Bert": SIZES,
