@@ -245,12 +245,12 @@ def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output, rela
 
 
 def _backward(launch, ctx, dout):
-    *qkv, cu_seqlens, bias, gate, seed, out, lse, keep_bits, places = ctx.saved_tensors[:11]
-    relative = ctx.saved_tensors[11:]
+    # once: layers that are computed again allow no second access
+    q, k, v, cu_seqlens, bias, gate, seed, out, lse, keep_bits, places, *relative = ctx.saved_tensors
     if dout is None:
         return (None,) * (15 + len(relative))
     how, dropout_p, offset = ctx.options
-    inputs = AttentionInputs._make((*qkv, cu_seqlens, *how, bias, gate, dropout_p, seed, offset))
+    inputs = AttentionInputs._make((q, k, v, cu_seqlens, *how, bias, gate, dropout_p, seed, offset))
     wanted = ctx.needs_input_grad
     need = AttentionNeeds(*wanted[:3], *wanted[7:9])
     more = (RelativeScores(*relative), list(wanted[16:19])) if relative else ()
