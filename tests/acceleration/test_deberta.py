@@ -27,7 +27,7 @@ FORMS = {
     "no distances": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
     "narrow embeddings": {"embedding_size": 24},
     "convolution": {"conv_kernel_size": 3},
-    "wide convolution": {"conv_kernel_size": 5, "conv_groups": 2, "conv_act": "gelu"},
+    "wide convolution": {"conv_kernel_size": 5, "conv_act": "gelu"},
 }
 
 
