@@ -74,3 +74,12 @@ def test_a_layer_has_a_kind_while_all_its_parts_are_plain(where):
     assert layer.look(None).kind is layers.FLOAT
     layer.output.dense = QuantizedLinear(24, 16)
     assert layer.look(None).kind is None
+
+
+def test_what_a_layer_has_looked_at_is_looked_at_again():
+    layer = EncoderLayer(EncoderConfig(hidden_size=16, num_attention_heads=2, intermediate_size=24))
+    for _ in range(2):
+        assert layer.look(None).rates == (0.1, 0.1, 0.1)
+    assert layer.eval().look(None).rates == (0.0, 0.0, 0.0)
+    layer.output.LayerNorm.weight = None
+    assert "has no weight" in layer.look(None)
