@@ -263,13 +263,13 @@ def _setup_context(ctx, inputs: LinearInputs, save: bool, output):
     ctx.activation, ctx.gated = activation, gated
 
 
-def _backward(launch: Callable[..., Any], ctx: Any, dy: Any) -> tuple[Any, ...]:
+def _backward(launch: Callable[..., Any], ctx: Any, tensors: tuple[Any, ...], dy: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 7
     need, need_dresidual = LinearNeeds(*ctx.needs_input_grad[:3]), ctx.needs_input_grad[4]
     dx = dweight = dbias = None
     if True in need:
-        x, weight, pre = ctx.saved_tensors
+        x, weight, pre = tensors
         # The backend of forward read a wide weight. Another may serve by now: autograd widens its gradients.
         if is_wide(weight, dy) and not reads_wide(dy.device, dy.dtype):
             weight = weight.to(dy.dtype)
@@ -298,10 +298,11 @@ class LinearFunction(torch.autograd.Function):
     @checks.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         function = backward_of(ctx.activation, ctx.gated)
-        grads = _backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy)
+        tensors = ctx.saved_tensors  # once: checkpointing recomputes them
+        grads = _backward(lambda *args: dispatch.call(function, args[0], *args), ctx, tensors, dy)
         wide = None
         if dy is not None and ctx.needs_input_grad[8]:
-            wide = wide_gradient(dy.contiguous(), ctx.saved_tensors[0])
+            wide = wide_gradient(dy.contiguous(), tensors[0])
         return *grads, None, wide
 
 
@@ -312,7 +313,7 @@ def _setup_compiled(ctx, inputs, output):
 
 linear_fwd.register_autograd(
     lambda ctx, dy, _: _backward(
-        lambda dy, saved, need: linear_bwd(dy, *saved[:4], *need, saved.gated), ctx, dy
+        lambda dy, saved, need: linear_bwd(dy, *saved[:4], *need, saved.gated), ctx, ctx.saved_tensors, dy
     ),
     setup_context=_setup_compiled,
 )

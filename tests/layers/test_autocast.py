@@ -151,6 +151,15 @@ def test_each_input_gets_its_gradient_and_no_other(needs, monkeypatch):
                 torch.testing.assert_close(b, a, rtol=2**-6, atol=1e-2)
 
 
+def test_checkpointing_reads_what_was_saved_once(monkeypatch):
+    monkeypatch.setattr(linear_op, "narrows", linear_op._is_trained_wide)
+    x, weight = (torch.ones(n, 8, requires_grad=True) for n in (6, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.utils.checkpoint.checkpoint(linear_op.linear, x, weight, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 8), 6.0))
+
+
 def test_a_gpus_product_is_asked_for_float32_and_no_other():
     with FakeTensorMode():
         dy, x = (torch.empty(6, n, dtype=torch.bfloat16, device="cuda") for n in (4, 3))
