@@ -42,7 +42,7 @@ def test_wrong_operands_are_named(op):
 
 @pytest.mark.parametrize("op", [op for op in PUBLIC if op.partition(",")[0] not in (*MOVED, "encoder_layer")])
 def test_integers_alone_are_refused(op):
-    """Where no operand differs from the others."""
+    """Where all operands are of one kind, and that is the wrong one."""
     base = {name: WRONG["of another kind"](t) if is_float(t) else t for name, t in PUBLIC[op].args().items()}
     with pytest.raises((TypeError, ValueError), match=r"^[\w, ]+: expected "):
         PUBLIC[op].function(**base)
