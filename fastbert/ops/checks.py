@@ -45,9 +45,9 @@ def float_tensors(like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
 def are_ordinary(x: Any, *others: Any) -> bool:
     """Whether backends may take these tensors as they are, so that only shapes and values are left to check.
 
-    All are of `x`'s dtype and device, with the last dimension contiguous; all but `x` may be None. There is no
-    autocast, and torch.compile does not trace the call. This runs at every call: one loop takes a third of
-    the time of checks one by one, which are for calls where it is false.
+    All are of `x`'s dtype and device, with the last dimension contiguous; all but `x` may be None. There is
+    no autocast, and torch.compile does not trace the call. This runs at every call, so it is one loop; checks
+    one by one are for calls where it is false.
     """
     if torch.compiler.is_compiling() or type(x) not in _KINDS:
         return False
