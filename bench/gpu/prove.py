@@ -232,16 +232,16 @@ PARTS = {
     "d": (
         Step("build-90a", 95, 20, build),
         Step("probe-bf16", 20, 8, probe),
-        Step("selfcheck-d", 70, 10, selfcheck("--dtype", "bf16")),
+        Step("selfcheck-d", 60, 10, selfcheck("--dtype", "bf16")),
         Step("encoder-peers", 70, 30, encoder("fastbert", *PEERS)),
         Step("encoder-short", 30, 15, encoder("fastbert", *PEERS, models="minilm base", batches="short")),
         *queue(),
         Step("graphs-cuda", 12, 8, check("graphs", "--backend", "cuda")),
         Step("determinism-cuda", 12, 8, check("determinism", "--backend", "cuda")),
         Step("stream-cuda", 8, 6, check("stream", "--backend", "cuda")),
-        Step("breakdown-d", 40, 10, breakdown),
+        Step("breakdown-d", 30, 10, breakdown),
         Step("correctness-fp16", 25, 20, check("correctness", "--dtype", "fp16")),
-        Step("sanitizer-hopper", 25, 15, check("sanitizer-hopper")),
+        Step("sanitizer-hopper", 15, 15, check("sanitizer-hopper")),
     ),
 }
 STEPS = tuple(step for part in PARTS.values() for step in part)

@@ -141,9 +141,9 @@ class Probabilities:
             dout = torch.nn.functional.pad(part, (0, width - part.shape[-1])).contiguous()
             # only gradients that are not computed here would read `out`, so `k` fills its place
             dv = attention_bwd(
-                *(dout, self.q, self.k, self.k, self.k, lse, self.cu_seqlens, self.max_seqlen, self.scale),
-                *(CAUSAL if self.causal else EVERYWHERE, self._grid_bias(), None, 0.0, None, 0, None),
-                *(False, False, True, False, False),
+                *(dout, self.q, self.k, self.k, self.cu_seqlens, self.max_seqlen, self.scale),
+                *(CAUSAL if self.causal else EVERYWHERE, self._grid_bias(), None, 0.0, None, 0),
+                *(self.k, lse, None, False, False, True, False, False, None),
             )[2]
             found.append(dv[..., : part.shape[-1]])
         return torch.cat(found, -1)

@@ -217,6 +217,8 @@ _KERNELS = {
     "attention": ("attention", "attention_backward"),
     "linear": ("linear", "linear_backward", "linear_gated"),
     "linear_cross_entropy": ("cross_entropy",),
+    # more rows than its own kernels take are normalised by layer_norm's
+    "linear_norm": ("linear_norm", "layer_norm"),
 }
 
 

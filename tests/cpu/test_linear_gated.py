@@ -158,7 +158,8 @@ def test_any_number_of_threads(threads):
 
     def call():
         y, pre = cpu.linear_fwd(LinearInputs(x, weight, weight[:, 0].contiguous(), "gelu", dy, "first"), True)
-        return y, pre, *cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "first"), LinearNeeds())
+        # dx and dweight are MKL's, which may add in another order on other threads
+        return y, pre, *gradient(dy, pre, "gelu", "first")
 
     assert_same_on_any_threads(call, repeats=5)
 

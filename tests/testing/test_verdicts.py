@@ -238,8 +238,7 @@ def test_an_op_uses_no_tuned_entries_but_those_of_its_verdict():
         }
         assert all(t.count("tuning.tuned(") == len(looked_up.findall(t)) for t in texts.values())
         found[op] = {kernel for text in texts.values() for kernel in looked_up.findall(text)}
-    # layer_norm's backward, and all of layer_norm but `row_of`
-    not_run = {"linear_norm": {"layer_norm_bwd"}, "embedding": {"layer_norm", "layer_norm_bwd"}}
+    not_run = {"linear_norm": {"layer_norm_bwd"}}  # of layer_norm it runs forward alone
     for op, kernels in found.items():
         assert kernels == {*tuning.KERNELS.get(op, ()), *not_run.get(op, ())}, op
 
