@@ -248,7 +248,7 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
     Vec low[4], high[4];
     for (int k = 0; k < 4; ++k) low[k] = high[k] = zero();
     if (args.range != nullptr) {
-        low[0] = broadcast(args.range[0]);  // the others are 0
+        low[0] = broadcast(args.range[0]);  // the other vectors are 0
         high[0] = broadcast(args.range[1]);
     } else {
         for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {

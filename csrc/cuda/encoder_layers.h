@@ -33,7 +33,7 @@ struct CudaDevice {
     bool groups;    // its tensor cores have more than mma.sync uses
     bool tf32;      // float32 may be multiplied as TF32
     bool clusters;  // products of few rows by linear_cluster_hopper.cu, which the device runs
-    bool chained;   // a call's kernels of few rows begin before the ones before them have ended
+    bool chained;   // a call's kernels of few rows begin before their predecessors have ended
 };
 
 struct LayersCall {

@@ -133,7 +133,7 @@ class Method(ABC):
 
 
 def with_rate(groups: list[dict[str, Any]], own: Sequence[Tensor], scale: float) -> list[dict[str, Any]]:
-    """Parameter groups, of which `own` learn `scale` times as fast as the others, and do not decay."""
+    """Parameter groups, of which `own` learn `scale` times as fast as the rest, and do not decay."""
     apart = {*own}
     rest = [{**each, "params": [p for p in each["params"] if p not in apart]} for each in groups]
     own_group = {"params": [*own], "weight_decay": 0.0, "lr_scale": scale}

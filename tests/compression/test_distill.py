@@ -97,7 +97,7 @@ def test_losses_fall(places, tmp_path, recipe):
 def test_a_stopped_run_resumes_to_the_same_bytes(places, tmp_path, monkeypatch, recipe, step):
     student, more = RUNS[recipe]
     options = {**more, "lr": 1e-3, "epochs": 1 if RECIPES[recipe].data == TASK else 4}
-    # Theseus has two phases of six steps; the others' runs are longer, or have six
+    # Theseus has two phases of six steps; runs of other recipes are longer, or have six
     step = 2 if step == 9 and recipe in ("kd", "bilstm") else step
     # Twice: a finished run is not trained again
     resumes(monkeypatch, step, tmp_path, lambda out: distil(places, recipe, student, out, **options), 2)

@@ -5,7 +5,7 @@
 First the error rule of encoder layers by clusters, chained, in both half precisions. Then the replay of a
 recorded forward in bf16 of BERT-base and BERT-large at 1 x 128 and 1 x 16 tokens and of MiniLM's six layers
 at 1 x 16, interleaved: `cublas` (as it serves now), `clusters`, and `chained`, which are clusters whose
-kernels begin before the ones before them have ended. `same`: whether `chained` has the bits of `clusters` in
+kernels begin before their predecessors have ended. `same`: whether `chained` has the bits of `clusters` in
 every one of 50 replays. The goals of `chained` at 1 x 128 are 0.22 ms (base) and 0.5 ms (large).
 """
 
