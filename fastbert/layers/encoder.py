@@ -41,10 +41,11 @@ def layer(
     """
     if parts.int8:
         parts = parts.as_multiplied(form.names)
+    more = None
     if asked.first_only:
         x, context = first_token.attend(form, parts, x, batch, asked)
-        return after_attention(form, parts, x, context, batch, asked), None
-    context, more = attend(form, parts, x, batch, asked)
+    else:
+        context, more = attend(form, parts, x, batch, asked)
     if asked.kept is not None and more is not None:
         x, context = x.index_select(0, more), context.index_select(0, more)
         batch = elimination.smaller(batch, asked.kept, more)
