@@ -403,7 +403,7 @@ def emulated_cuda(schedule: str = "late", seed: int = 0, **options: object) -> I
     ]
     patched += [
         (cuda, name, emulation.launcher(getattr(cuda, name)))
-        for name in cuda.__all__
+        for name in vars(cuda)
         if name.endswith(("_fwd", "_bwd"))
     ]
     with contextlib.ExitStack() as stack:
