@@ -18,8 +18,7 @@ from fastbert.backends import triton
 from fastbert.compression.early_exit import EarlyExit
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
-from fastbert.layers import attention as layer
-from fastbert.layers import float8, packing
+from fastbert.layers import first_token, float8, packing
 from fastbert.models.inputs import check_inputs
 from fastbert.ops.first_attention import first_attention, pays
 from fastbert.runtime import dispatch
@@ -164,8 +163,8 @@ def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch,
     host, device = pair(name)
     inputs = batch(name)
     expected = host(**inputs, first_token_only=True)
-    monkeypatch.setattr(layer, "pays", lambda x, batch: True)
-    calls = noted(layer, "first_attention", lambda *args, **options: options["max_seqlen"])
+    monkeypatch.setattr(first_token, "pays", lambda x, batch: True)
+    calls = noted(first_token, "first_attention", lambda *args, **options: options["max_seqlen"])
     longest = int(inputs["attention_mask"].sum(1).max())
     graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
     for run, bound in ((device, longest), (graphed, None), (graphed, None)):
