@@ -44,24 +44,15 @@ def _times_slope(
         left, right = _halves(acc)
         HALF: tl.constexpr = acc.shape[1] // 2
         _times_slope(
-            *(left, pre, g, sums_ptr, row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT // 2, TMA),
-            *(DTYPE, EXACT, SUM_BY_PRODUCT),
+            *(left, pre, g),
+            sums_ptr,
+            *(row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT // 2, TMA, DTYPE, EXACT, SUM_BY_PRODUCT),
         )
+        col_start += HALF
         _times_slope(
-            *(
-                right,
-                pre,
-                g,
-                sums_ptr,
-                row_start,
-                col_start + HALF,
-                n_rows,
-                INNER,
-                ACTIVATION,
-                SPLIT // 2,
-                TMA,
-            ),
-            *(DTYPE, EXACT, SUM_BY_PRODUCT),
+            *(right, pre, g),
+            sums_ptr,
+            *(row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT // 2, TMA, DTYPE, EXACT, SUM_BY_PRODUCT),
         )
     else:
         rows = row_start + tl.arange(0, acc.shape[0])
@@ -130,8 +121,9 @@ def _feed_forward_bwd_kernel(
         if partials_ptr is not None:
             sums_ptr = partials_ptr + row_tile.to(tl.int64) * INNER
         _times_slope(
-            *(acc, pre, g, sums_ptr, row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT, TMA, DTYPE),
-            *(EXACT, SUM_BY_PRODUCT),
+            *(acc, pre, g),
+            sums_ptr,  # a tuple cannot hold a None that is no argument of the kernel
+            *(row_start, col_start, n_rows, INNER, ACTIVATION, SPLIT, TMA, DTYPE, EXACT, SUM_BY_PRODUCT),
         )
 
 
