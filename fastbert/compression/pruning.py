@@ -104,10 +104,6 @@ def prune(
     and Sil 2019, "Structured Pruning of a BERT-based Question Answering Model".
     """
     shrink.check(model)
-    parts = dict(heads=heads, neurons=neurons, layers=layers, vocabulary=vocabulary, weights=weights)
-    parts["embedding_rank"] = embedding_rank
-    if all(part is None for part in parts.values()):
-        raise ValueError(f"{', '.join(parts)}: expected at least one, got None for all")
     if score not in SCORES:
         raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
     if type(multiple) is not int or multiple < 1:

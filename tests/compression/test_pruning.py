@@ -193,7 +193,6 @@ def test_a_model_without_layers_has_no_scores(labelled):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "heads, neurons, layers, vocabulary, weights, embedding_rank: expected at least one, got None"),
         ({"heads": 1.0}, r"heads: expected a share in \[0, 1\), got 1.0"),
         ({"neurons": -0.1}, r"neurons: expected a share in \[0, 1\), got -0.1"),
         ({"heads": "half"}, "heads: expected a share, or numbers per layer, got 'half'"),
