@@ -17,19 +17,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-import torch  # noqa: E402
+import torch
 
-from bench.gpu import engines, groups  # noqa: E402
-from bench.lib import served, workloads  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.timing import interleave  # noqa: E402
-from fastbert import testing  # noqa: E402
-from fastbert.backends.cuda import encoder_layers  # noqa: E402
-from fastbert.testing.op_cases.encoder_layers import CASES, ON_GPU  # noqa: E402
+from bench.gpu import engines, groups
+from bench.lib import served, workloads
+from bench.lib.probe_steps import reason_of
+from bench.lib.timing import interleave
+from fastbert import testing
+from fastbert.backends.cuda import encoder_layers
+from fastbert.testing.op_cases.encoder_layers import CASES, ON_GPU
 
 # CLUSTERS, CHAINED
 WAYS = {"cublas": (False, False), "clusters": (True, False), "chained": (True, True)}
