@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             name = f"latency-{model.name}-1x{tokens}"
             report.row({"step": "latency", "name": name, "status": "error", "error": reason_of(error)})
-    groups.ended(report)
+    report.end()
     return 0
 
 
