@@ -10,7 +10,7 @@ import torch
 import fastbert
 from bench.lib import workloads
 from bench.lib.encoder import bench_encoder, build
-from bench.lib.engines import DTYPES, Bank, Forward, ours, theirs, torch_forward
+from bench.lib.engines import DTYPES, Bank, Forward, needed, ours, theirs, torch_forward
 from bench.lib.roofs import Roofs
 from fastbert.compression.early_exit import EarlyExit
 
@@ -88,7 +88,7 @@ class ExitBank(Bank):
     """A classifier whose texts leave early, and the same classifier whole.
 
     There is a branch after each quarter of the layers. Half of the texts leave at the first, so that 5/8 of
-    the layers are computed, and the speed-up to expect is 1.6.
+    the layers are computed, and the speed-up to expect is 1.6. Peers compute all layers.
 
     Args:
         workload: the batch.
@@ -97,14 +97,26 @@ class ExitBank(Bank):
 
     def __init__(self, workload: str, model: workloads.Model, *given: object):
         super().__init__(model, *given)
-        self.texts = len(workloads.lengths(workload))
+        self.texts, self.is_exact = len(workloads.lengths(workload)), False
+
+    def _classifier(self) -> fastbert.BertForSequenceClassification:
+        torch.manual_seed(0)
+        module = fastbert.BertForSequenceClassification(self.master.config).eval()
+        module.base_model.load_state_dict(self.master.state_dict(), strict=False)
+        return module
+
+    def _peer(self, dtype: torch.dtype) -> torch.nn.Module:
+        transformers = needed("transformers")
+        module = transformers.BertForSequenceClassification(theirs(self.master.config).config)
+        module.load_state_dict(self._classifier().state_dict())
+        return module.eval().to(dtype)
 
     def forward(self, name: str) -> Forward:
         """See `Bank`."""
         engine, tag = name.split("-")
-        torch.manual_seed(0)
-        module = fastbert.BertForSequenceClassification(self.master.config).eval()
-        module.base_model.load_state_dict(self.master.state_dict(), strict=False)
+        if engine not in ("fastbert", "whole"):
+            return super().forward(name)
+        module = self._classifier()
         module = module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag])
         called = module
         if engine == "fastbert":

@@ -14,11 +14,10 @@ from bench.lib.engines import MODELS
 
 pytestmark = pytest.mark.cpu
 
-# kind -> its candidates; ONNX Runtime's time is that of zeros, whatever is pruned
-CANDIDATES = dict.fromkeys(compression.KINDS, compression.ENGINES)
+# kind -> its candidates
+CANDIDATES = dict.fromkeys((*compression.KINDS, "power-bert"), compression.ENGINES)
+CANDIDATES[compression.EXIT] = *compression.ENGINES[:4], "onnxruntime-int8"
 CANDIDATES[compression.TABLES] = "fastbert-int8", "whole-int8", "whole-fp32", "onnxruntime-int8"
-CANDIDATES["half-heads"] = CANDIDATES["half-layers"] = CANDIDATES[compression.EXIT] = compression.ENGINES[:4]
-CANDIDATES["power-bert"] = compression.ENGINES
 
 
 def cases() -> Iterator[object]:

@@ -162,7 +162,7 @@ def test_rows_in_floating_point_are_not_rounded(run, dtype):
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight, scale = random_weight(40, 24)
     if not serves(run.backend, dtype):
-        pytest.skip("not stored")
+        pytest.skip(f"{run.backend} does not take {dtype}")
     y, truth = (
         run(x, weight, scale, float_rows=True),
         x.double() @ (weight.double() * scale.double()[:, None]).T,
