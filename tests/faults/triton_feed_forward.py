@@ -31,7 +31,7 @@ FAULTS = (
     # the epilogue
     _fault("no slope", "acc *= slope(", "acc * slope("),
     _fault("few digits in every type", "few = DTYPE == tl.bfloat16", "few = DTYPE != tl.float32"),
-    _fault("the right half stored at the left", "            col_start + HALF,", "            col_start,"),
+    _fault("the right half stored at the left", "        col_start += HALF\n", ""),
     _fault(
         "mask of g one row too many", "mask = (rows < n_rows)[:, None]", "mask = (rows <= n_rows)[:, None]"
     ),
