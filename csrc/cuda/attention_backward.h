@@ -34,9 +34,9 @@ std::int64_t cuda_attention_bwd_slots(std::int64_t batch, std::int64_t total, st
 const char* cuda_attention_bwd(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
 
 // The same by the kernels for compute capability 9.0: of headdim 64, with dq, dk and dv, the heads of a row
-// of q, k and v side by side; no bias or gate. Where the device or the build has no such kernels
-// (cuda_linear_hopper), it returns the reason. Where the driver refuses a tensor map, cuda_attention_bwd
-// takes the call.
+// of q, k and v side by side; no bias, and a gate only where q has as many heads as k and v. Where the
+// device or the build has no such kernels (cuda_linear_hopper), it returns the reason. Where the driver
+// refuses a tensor map, cuda_attention_bwd takes the call.
 const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

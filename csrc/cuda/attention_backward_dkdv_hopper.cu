@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 
     // Of this thread's two keys, in word warp_row / 32 of a row
     const std::uint32_t bit[2] = {1u << (warp_row % 32 + group), 1u << (warp_row % 32 + group + 8)};
-    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E, factor = args.dropout.scale;
+    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
     const std::uint64_t own_k = operand_at(shared.key), own_v = operand_at(shared.value);
     const std::uint64_t queries = operand_at(shared.query[0]), douts = operand_at(shared.dout[0]);
 
@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     // Other warps may still read the keys.
     __syncthreads();
     T* const stage = shared.key + warp_row * kD;
+    const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[kv_head] : 1.0f);
     const float of_k[2] = {factor * scale, factor * scale}, of_v[2] = {factor, factor};
     store_product<T>(dk + start * args.kv_grad_stride, args.kv_grad_stride, grad_k, of_k, stage,
                      first + warp_row, length);
@@ -208,8 +209,9 @@ const char* launch_dkdv_hopper(const GroupArguments& args, std::uintptr_t stream
 const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, std::uintptr_t stream) {
     constexpr int kD = cuda::kGroupHead;
     if (args.dtype == DType::kFloat32) return "attention_bwd: expected bfloat16 or float16";
-    if (args.headdim != kD || args.bias.data != nullptr || args.gate != nullptr)
-        return "attention_bwd: expected headdim 64, no bias and no gate";
+    if (args.headdim != kD || args.bias.data != nullptr ||
+        (args.gate != nullptr && args.kv_heads != args.nheads))
+        return "attention_bwd: expected headdim 64, no bias, and no gate of shared heads";
     if (args.dq == nullptr || args.dk == nullptr || args.dv == nullptr)
         return "attention_bwd: expected dq, dk and dv";
     for (const auto& [heads, count] : {std::pair(&args.q, args.nheads), std::pair(&args.k, args.kv_heads),

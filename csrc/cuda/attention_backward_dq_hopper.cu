@@ -32,8 +32,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
     T* const dq = static_cast<T*>(args.dq) + head * kD;
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
-             first += place.length)
+             first += place.length) {
             zero_rows<T, kD>(dq, args.grad_stride, first, args.total);
+            const std::int64_t row = first + threadIdx.x;
+            if (args.dgate != nullptr && threadIdx.x < kOwned && row < args.total)
+                args.dgate[head * args.total + row] = 0.0f;
+        }
         return;
     }
     if (place.first >= place.length) return;
@@ -122,14 +126,15 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 #pragma unroll
     for (int half = 0; half < 2; ++half) delta[half] = shared.delta[warp_row + group + 8 * half];
 
-    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E, factor = args.dropout.scale;
+    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
+    const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
     // Half a step of T
     constexpr float kRounding = std::is_same<T, bf16>::value ? 0x1p-8f : 0x1p-11f;
     const std::uint64_t own_q = operand_at(shared.query), own_dout = operand_at(shared.dout);
     const std::uint64_t keys = operand_at(shared.key[0]), values = operand_at(shared.value[0]);
 
     float grad[kGroupSums];
-    float norm[2] = {}, rest[2] = {}, size[2] = {}, inverse[2];
+    float norm[2] = {}, rest[2] = {}, size[2] = {}, gate[2] = {}, inverse[2];
     int slot = 0, parity = 0;
     for (bool again = false;; again = true) {
         for (int first_key = begin; first_key < end; first_key += kGroupTile) {
@@ -173,6 +178,10 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
                         }
                     }
             }
+            if (args.dgate != nullptr) {
+#pragma unroll
+                for (int i = 0; i < kGroupSums; ++i) gate[i / 2 % 2] = fmaf(p[i], ds[i], gate[i / 2 % 2]);
+            }
 #pragma unroll
             for (int i = 0; i < kGroupSums; ++i) {
                 ds[i] = p[i] * fmaf(ds[i], factor, -delta[i / 2 % 2]);
@@ -196,13 +205,15 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             if (again) continue;
             rest[half] = row_sum(rest[half]);
             size[half] = row_sum(size[half]);
+            gate[half] = row_sum(gate[half]);
             rough = rough || (row[half] < length && fabsf(rest[half]) > kRounding * size[half]);
             // By division: where there is one key, delta is then dP to the last bit.
             delta[half] += rest[half] / (norm[half] == 0.0f ? 1.0f : norm[half]);
             const std::int64_t at = plane + row[half];
             if (pair == 0 && row[half] < length) {
-                args.delta[at] = delta[half] / factor;
+                args.delta[at] = factor == 0.0f ? 0.0f : delta[half] / factor;
                 args.norm[at] = shift[half] + log2f(norm[half]);
+                if (args.dgate != nullptr) args.dgate[at] = gate[half] * inverse[half] * args.dropout.scale;
             }
         }
         if (again) break;

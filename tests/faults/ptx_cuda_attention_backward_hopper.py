@@ -59,12 +59,19 @@ FAULTS = (
     _fault("dq: bits of the next row", "[word * kOwned + warp_row + group + 8 * half] >>", "[word * kOwned + warp_row + group + 1 + 8 * half] >>"),
     _fault("dq: bits of the first keys", "inside ? bits + first_key / 32 : args.keep_bits", "inside ? bits : args.keep_bits"),
     _fault("dkdv: bits of the first keys", "plane * words + first / 32 + thread / kGroupTile;", "plane * words + thread / kGroupTile;", _DKDV),
+    _fault("dq: the gate forgotten", "(args.gate != nullptr ? args.gate[head] : 1.0f)", "1.0f"),
+    _fault("dq: the first head's gate", "args.gate[head]", "args.gate[0]"),
+    _fault("dkdv: the gate forgotten", "(args.gate != nullptr ? args.gate[kv_head] : 1.0f)", "1.0f", _DKDV),
+    _fault("delta of a closed gate", "factor == 0.0f ? 0.0f : ", ""),
+    _fault("dgate without dropout's factor", "* inverse[half] * args.dropout.scale;", "* inverse[half];"),
+    _fault("dgate counts the walk's second half alone", "gate[i / 2 % 2] = fmaf(p[i], ds[i], gate[i / 2 % 2]);", "gate[i / 2 % 2] = p[i] * ds[i];"),
+    _fault("dgate of rows after the sequences", "args.dgate[head * args.total + row] = 0.0f;", ";"),
     _fault("dk without dropout's factor", "of_k[2] = {factor * scale, factor * scale}", "of_k[2] = {scale, scale}", _DKDV),
 )  # fmt: skip
 
 _QUICK = (
     "hopper and (test_lengths and (65 or 129 or 193) or places or order or (nan and not inf) or one_key or among"
-    " or exact or definitions or side_by_side or serve or windows or identity or not_read or shared_heads)"
+    " or exact or closed or definitions or side_by_side or serve or windows or identity or not_read or shared_heads)"
 )
 
 SUITE = Suite(faults=FAULTS, tests=("tests/ptx/test_cuda_attention_backward.py", "-k", _QUICK), **IN_EMULATOR)

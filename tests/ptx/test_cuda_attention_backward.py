@@ -115,7 +115,7 @@ def test_every_order_and_both_kinds_of_bits_give_the_same_gradients(emulated, ke
 @ONE_WIDTH
 def test_uniform_attention_is_exact(kernels, dtype):
     """Queries of 0: dv is a mean of small integers, dk is 0."""
-    extras = kernels.extras(gate=torch.tensor([2.0, -0.5]))
+    extras = kernels.extras(gate=torch.tensor([0.5, -1.0]))
     own = kernels.call((64, 8, 256), dtype=dtype, softmax_scale=0.25, **extras)
     k, v = ((2 * t).round() for t in own.inputs[1:3])
     inputs = own.inputs._replace(q=torch.zeros_like(k), k=k, v=v)
@@ -308,7 +308,7 @@ def test_tiles_outside_the_window_are_not_read(kernels):
 @pytest.mark.parametrize("window", (EVERYWHERE, Window(30, 9)), ids=str)
 def test_gradients_of_shared_heads_are_sums(kernels, nheads, window):
     """Over the heads of q that read them, each with its own bias, gate and bits."""
-    extras = kernels.extras(bias=randn(1, nheads, 150, 150), gate=randn(nheads))
+    extras = {} if kernels.hopper else {"bias": randn(1, nheads, 150, 150), "gate": randn(nheads)}
     inputs = kernels.call((150, 9), nheads=nheads, p=0.2, capacity=3, window=window, **extras).inputs
     k, v = (t[:, ::2].contiguous() for t in inputs[1:3])
     own = Call(kernels.backend, inputs._replace(k=k, v=v), tolerance=kernels.call((1,)).tolerance)
@@ -366,6 +366,8 @@ ON_HOPPER = (
     AttentionCase((130, 33), 2, 64, sharpness=8.0),
     AttentionCase((300, 70), 1, 64, packed_qkv=True, window=(64, 64), dropout_p=0.1),
     AttentionCase((200, 65), 4, 64, packed_qkv=True, kv_heads=2),
+    AttentionCase((150, 33), 2, 64, capacity=70, gate=True),
+    AttentionCase((130, 70), 2, 64, packed_qkv=True, gate=True, dropout_p=0.25, causal=True),
     AttentionCase((130, 33), 3, 64, window=(20, -1), kv_heads=1, capacity=70, dropout_p=0.25),
 )
 
@@ -378,6 +380,14 @@ def test_error_rule_of_hopper(emulated, case, dtype):
     names = {launch.kernel for launch in emulated.launches}
     assert any("dq_hopper_kernel" in name for name in names)
     assert any("dkdv_hopper_kernel" in name for name in names)
+
+
+def test_a_closed_gate(kernels):
+    """Its head's gradients are 0; that of the gate itself is what the open head's would be."""
+    opened = kernels.call((70, 9), p=0.1, gate=torch.ones(2))
+    expected, found = opened.check(), opened.on(gate=torch.tensor([1.0, 0.0])).check()
+    assert all((grad[:, 1] == 0).all() and grad.isfinite().all() for grad in found[:3])
+    assert torch.equal(found[-1], expected[-1])
 
 
 @pytest.mark.parametrize("kernels", ("hopper-64",), indirect=True)
@@ -425,7 +435,8 @@ def test_which_calls_hopper_serves(emulated, monkeypatch):
     for i in range(3):
         assert not serves(inputs, NEEDS._replace(**{NAMES[i]: False}))
     assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 9)), NEEDS)
-    assert not serves(inputs._replace(gate=torch.ones(2)), NEEDS)
+    assert serves(inputs._replace(gate=torch.ones(2)), NEEDS._replace(dgate=True))
+    assert not serves(inputs._replace(gate=torch.ones(2), k=shared.k, v=shared.v), NEEDS)
     for name in "qkv":
         t = getattr(inputs, name)
         heads_apart = torch.zeros(2, 9, 64, dtype=t.dtype).transpose(0, 1)
@@ -451,11 +462,7 @@ def test_a_map_refused_to_hopper_is_for_the_other_kernels(emulated, monkeypatch)
 
 def test_self_checks_reach_hopper():
     """With several tiles per sequence, a last one that is not full, and dropout."""
-    served = [
-        c
-        for c in attention_cases.ON_GPU
-        if c.headdim == 64 and not (c.bias or c.gate) and max(c.lengths) > 3 * 64
-    ]
+    served = [c for c in attention_cases.ON_GPU if c.headdim == 64 and not c.bias and max(c.lengths) > 3 * 64]
     assert any(c.dropout_p > 0 and any(n % 64 for n in c.lengths) for c in served)
     assert any(c.dropout_p == 0 and any(n % 64 for n in c.lengths) for c in served)
 
@@ -463,7 +470,7 @@ def test_self_checks_reach_hopper():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     (
-        ({"gate": torch.ones(1)}, {}, "no bias and no gate"),
+        ({"bias": torch.zeros(1, 1, 9, 9)}, {}, "no bias"),
         ({}, {"dq": 0}, "expected dq, dk and dv"),
         ({}, {"device": 1}, "no such kernel"),
         ({}, {"grad_stride": -1}, "strides >= 0"),

@@ -197,4 +197,4 @@ class Kernels(NamedTuple):
 
     def extras(self, **options) -> dict:
         """Options that the kernels for sm_90a lack."""
-        return {n: v for n, v in options.items() if n == "causal"} if self.hopper else options
+        return {n: v for n, v in options.items() if n != "bias"} if self.hopper else options

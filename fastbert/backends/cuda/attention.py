@@ -149,7 +149,7 @@ def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> boo
         device.is_hopper(inputs.q.device)
         and HOPPER_BACKWARD
         and all(need[:3])
-        and inputs.gate is None
+        and (inputs.gate is None or inputs.k.shape[1] == inputs.q.shape[1])
         and inputs.q.shape[2] == 64
         and hopper_reads(inputs)
     )
