@@ -61,7 +61,8 @@ def quantization_report(
         run: calls the model on texts, such as `lambda: encoder.encode(texts)`; None reports weights alone.
 
     Returns:
-        One `QuantizedLayer` per linear layer, in the model's order, and one for the table of words.
+        One `QuantizedLayer` per linear layer that has weights, in the model's order, and one for the table
+        of words.
 
     Raises:
         TypeError, ValueError: as `quantize`; or `run` did not call a layer.
@@ -91,7 +92,7 @@ def _rows(
 ) -> list[QuantizedLayer]:
     """One row per linear layer."""
     rows: list[QuantizedLayer] = []
-    watches = [_Watch(part(layer, path), made) for layer, path, made in found]
+    watches = [_Watch(part(layer, path), made) for layer, path, made in found if made.weight.numel()]
     if run is not None:
         _call(run, watches)
     for watch in watches:

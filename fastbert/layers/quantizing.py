@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastbert.layers import quantized_table
 from fastbert.layers.modules import attach, is_plain, part
@@ -124,7 +125,8 @@ def calibrated(
     made: dict[str, dict[str, Tensor]] = {name: {"smooth": own} for name, own in factors.items()}
     if activations == "static":
         for name, (least, largest) in both.items():
-            least, largest = (end * factors.get(name, 1.0) for end in (least, largest))
+            # 0 is in each range, and alone in that of a layer without heads
+            least, largest = (F.pad(end * factors.get(name, 1.0), (0, 1)) for end in (least, largest))
             made.setdefault(name, {})["input_range"] = torch.stack((least.amin(), largest.amax()))
     return made
 

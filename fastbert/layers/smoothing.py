@@ -38,7 +38,7 @@ class _Observed(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
-        rows = input.detach().reshape(-1, self.in_features).float()
+        rows = input.detach().flatten(0, -2).float()
         self.ends = torch.stack(torch.aminmax(torch.cat((self.ends, rows)), dim=0))
         return super().forward(input)
 
@@ -111,7 +111,8 @@ def smoothing(found: Mapping[str, Tensor], linears: Linears, alpha: float) -> di
     factors = {}
     for members in together.values():
         largest = found[members[0][0]].double().abs().amax(0)
-        weights = torch.cat([weight.detach().double().abs() for _, weight in members]).amax(0)
+        zeros = members[0][1].new_zeros(1, len(largest))
+        weights = torch.cat([zeros, *(weight for _, weight in members)]).double().abs().amax(0)
         s = (largest**alpha / weights ** (1 - alpha)).clamp(1 / MOST, MOST)
         s = torch.where((largest > 0) & (weights > 0), s, 1.0)
         factors |= {name: s.reciprocal().float() for name, _ in members}
