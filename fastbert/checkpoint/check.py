@@ -134,9 +134,9 @@ def check_shapes(
     names: Names, config: Any, found: dict[str, Stored], ignore_mismatched: bool
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Refuse tensors of another shape; or remove them from `found` and return them, as in `LoadReport`."""
-    wrong, left_out = [], []
+    wrong, left_out, cut = [], [], 0
     for key, param in names.state.items():
-        item = found.get(key)
+        item, inside = found.get(key), f".{names.family.layers}." in f".{key}"
         if item is not None and item.tensor.is_nested:
             raise CheckpointError(f"{item}: is a nested tensor; expected one shape")
         if item is None or item.tensor.shape == param.shape:
@@ -150,13 +150,18 @@ def check_shapes(
                 i for i, (a, b) in enumerate(zip(item.tensor.shape, param.shape, strict=True)) if a != b
             )
             size_key = _size_key(names, key, axis)
-            if getattr(config, size_key, None) == param.shape[axis]:
-                size = item.tensor.shape[axis]
+            size = item.tensor.shape[axis]
+            cut += inside and size < param.shape[axis]
+            # A wrong hidden_size shows outside the layers too
+            counts = not inside or size_key != "hidden_size"
+            if counts and getattr(config, size_key, None) == param.shape[axis]:
                 says = f"{names.family.spelt(size_key)} says {param.shape[axis]}"
                 text += f" (config {says}, the file has {size})"
         wrong.append(text)
     if wrong:
         more = f" … and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        if cut == len(wrong):
+            more += ". A pruned model needs its own config.json, with pruned_heads and intermediate_sizes"
         raise CheckpointError("; ".join(wrong[:5]) + more)
     return left_out
 

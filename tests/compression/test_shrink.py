@@ -60,6 +60,10 @@ def test_cut_models_are_whole_models_with_zeros(name, tmp_path):
     small.save_pretrained(tmp_path / "small")
     again = type(small).from_pretrained(tmp_path / "small", dtype="auto").eval()
     assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+    with pytest.raises(
+        fastbert.CheckpointError, match=r"^(?!.*hidden_size).*\. A pruned model needs its own"
+    ):
+        type(small).from_pretrained(tmp_path / "small", pruned_heads=None, intermediate_sizes=None)
     # With zeros put back it is stock
     whole = shrink.dense(small)
     torch.testing.assert_close(whole(**inputs).logits, expected, **CLOSE)
@@ -132,16 +136,19 @@ def test_heads_beside_fixed_ones_stay():
         shrink.without(ours, heads={0: [1]})
 
 
+@pytest.mark.parametrize("more", [{}, {"activations": "static"}, {"smooth": 0.5}])
 @torch.no_grad()
-def test_cut_models_quantise_and_train():
+def test_cut_models_quantise_and_train(more):
     ours, inputs = build("bert", "ForSequenceClassification")[1], inputs_of("bert")
-    small = shrink.without(ours, heads={0: [1], 1: [0, 1]}, neurons={0: range(16)})
+    more |= {"calibrate": [inputs]} if more else {}
+    small = shrink.without(ours, heads=GONE, neurons=NEURONS)
     with torch.enable_grad():
         small(**inputs, labels=torch.zeros(len(inputs["input_ids"]), dtype=torch.int64)).loss.backward()
-    assert all(p.grad is not None for p in small.parameters())
-    whole = zeroed(ours, {0: [1], 1: [0, 1]}, {0: range(16)})
-    expected = whole(**inputs).logits
-    found = small.quantize("int8")(**inputs).logits
+    assert all(p.grad is not None for p in small.parameters() if p.numel())
+    report = fastbert.quantization_report(small, **more, run=lambda: small(**inputs))
+    assert len(report) == 18 - 4 - 2  # but those of the layer without heads, and of the one without neurons
+    expected = zeroed(ours, GONE, NEURONS)(**inputs).logits
+    found = small.quantize("int8", **more)(**inputs).logits
     assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.99
 
 
