@@ -177,7 +177,7 @@ def without(
         cut |= {places[number] + key: value for key, value in own.items()}
     config = model.config
     inner = [len(left[i]["neurons"]) for i in kept]
-    differ = any(size != config.intermediate_size for size in inner)
+    differ = any(size != config.family.inner(config.intermediate_size) for size in inner)
     changes: dict[str, Any] = {
         "num_hidden_layers": len(kept),
         "intermediate_sizes": inner if differ else None,
@@ -245,10 +245,11 @@ def dense(model: _Model) -> _Model:
         return model
     check(model)
     config, state = model.config, dict(model.state_dict(keep_vars=True))
+    whole_size = config.family.inner(config.intermediate_size)
     every = list(model.base_model.layer_list())
     sizes = {
         "heads": config.num_attention_heads,
-        "neurons": max([config.intermediate_size, *map(inner_size, every)]),
+        "neurons": max([whole_size, *map(inner_size, every)]),
     }
     for layer in every:
         place = f"{name_of(model, layer)}."
@@ -256,7 +257,9 @@ def dense(model: _Model) -> _Model:
         units = {"heads": numbers(layer), "neurons": list(range(inner_size(layer)))}
         _units(own, layer.form, units, sizes)
         state |= {place + key: value for key, value in own.items()}
-    changes = {"pruned_heads": None, "intermediate_sizes": None, "intermediate_size": sizes["neurons"]}
+    changes: dict[str, Any] = {"pruned_heads": None, "intermediate_sizes": None}
+    if sizes["neurons"] != whole_size:
+        changes["intermediate_size"] = sizes["neurons"]
     return made(model, changes, state)
 
 

@@ -259,8 +259,10 @@ class EncoderConfig(Keys):
         return self.family.shared_layers or self.layer_groups is not None
 
     def inner_sizes(self) -> list[int]:
-        """The columns of each layer's feed-forward block: `intermediate_sizes`, or `intermediate_size`."""
-        return list(self.intermediate_sizes or [self.intermediate_size] * self.num_hidden_layers)
+        """The columns of each layer's feed-forward block: `intermediate_sizes`, or by `intermediate_size`."""
+        return list(
+            self.intermediate_sizes or [self.family.inner(self.intermediate_size)] * self.num_hidden_layers
+        )
 
     def elimination(self) -> list[float] | None:
         """The fraction of each text's tokens that each layer keeps; None if all layers keep all tokens."""

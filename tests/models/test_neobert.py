@@ -210,6 +210,18 @@ def test_files(kind, tmp_path):
         type(model).from_pretrained(tmp_path / "theirs")
 
 
+@torch.no_grad()
+def test_cut_and_made_whole_again():
+    _, model = both()
+    inputs = ragged(LENGTHS)
+    small = fastbert.prune(model, heads={0: [1], 2: [0, 1, 2]}, neurons={1: range(8)})
+    whole = small.dense()
+    assert whole.num_parameters() == model.num_parameters()
+    close(kept_rows(whole, inputs), kept_rows(small.model, inputs), 1e-12)
+    layers_alone = fastbert.prune(model, layers=[0, 2]).model.config
+    assert layers_alone.intermediate_sizes is None
+
+
 def test_sizes_and_first_weights():
     """The published code draws from an interval, and a classifier's from a normal distribution."""
     assert [inner_size(size) for size in (3072, 80, 12, 13, 1)] == [2048, 56, 8, 8, 0]

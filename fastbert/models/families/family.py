@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,7 @@ class Family:
         attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
             and after the feed-forward block.
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
+        inner: config intermediate_size -> columns of a feed-forward block.
         own_heads: first parts of the keys of heads that only this family has.
         tokens, spans: the heads of one label per token and of question answering.
         class_names: task -> the last part of transformers' name of its class, where it is not the task.
@@ -128,6 +130,7 @@ class Family:
     class_names: dict[str, str] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     accelerated: bool = True
+    inner: Callable[[int], int] = int
     own_heads: tuple[str, ...] = ()
     new_lm_head: LMHead | None = None
     may_be_causal: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastbert.layers.form import LayerNames, StockLayer
+from fastbert.layers.head_major_layer import inner_size
 from fastbert.models.families.family import Family
 from fastbert.models.paths import ClassifierHead, LMHead, StockModel
 
@@ -22,6 +23,7 @@ FAMILIES = (
         pre_norm=True,
         rms_norm=True,
         unbiased=NEO_LAYER.linears,
+        inner=inner_size,
         # Another way to train, whose layers are other ones
         refused=("ngpt",),
         aliases=dict(
