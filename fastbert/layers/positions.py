@@ -83,7 +83,7 @@ def rotated(form: LayerForm, qkv: Tensor, batch: PackedBatch) -> tuple[Tensor, T
         q, k, v = qkv.view(qkv.shape[0], nheads, 3, form.head_dim).unbind(2)
         return rotate(form, q, batch), rotate(form, k, batch), v
     both, v = qkv.view(qkv.shape[0], 3 * nheads, form.head_dim).split([2 * nheads, nheads], 1)
-    q, k = rotate(form, both, batch).split(nheads, 1)
+    q, k = rotate(form, both, batch).split([nheads, nheads], 1)
     return q, k, v
 
 

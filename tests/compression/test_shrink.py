@@ -81,12 +81,15 @@ def test_cut_models_are_whole_models_with_zeros(name, tmp_path):
 def test_layers(name):
     """A kept layer keeps its own window, angles and sizes."""
     ours, inputs = build(name, "ForMaskedLM", num_hidden_layers=3)[1].double(), inputs_of(name)
-    small = shrink.without(shrink.without(ours, heads={2: [1]}), layers=[0, 2], neurons={2: [5]})
+    small = shrink.without(shrink.without(ours, heads={2: [0, 1, 2]}), layers=[0, 2], neurons={2: [5]})
     del part(ours.base_model, ours.family.layers)[1]
-    expected = zeroed(ours, {1: [1]}, {1: [5]})(**inputs).logits
+    expected = zeroed(ours, {1: [0, 1, 2]}, {1: [5]})(**inputs).logits
+    torch.testing.assert_close(small(**inputs).logits, expected, **CLOSE)
+    # Module by module too
+    small.base_model.layer_list()[1].register_forward_hook(lambda *_: None)
     torch.testing.assert_close(small(**inputs).logits, expected, **CLOSE)
     assert small.config.num_hidden_layers == 2
-    assert small.config.pruned_heads == {1: [1]}
+    assert small.config.pruned_heads == {1: [0, 1, 2]}
     assert small.config.intermediate_sizes == [80, 79]
 
 
