@@ -103,7 +103,15 @@ REFUSED = {
     ),
     "relation heads": (
         {**TEXT, "recipe": "minilmv2", "student": "small", "relation_heads": 32},
-        "relation_heads: .* student's hidden_size 48",
+        "relation_heads: .* 48, the width of the student's attention",
+    ),
+    "pruned heads": (
+        {"recipe": "tinybert-task", "student": "pruned"},
+        "student: num_attention_heads: expected 4 as .* in layer 1, got 3 in layer 1",
+    ),
+    "no heads": (
+        {**TEXT, "recipe": "minilmv2", "student": "pruned", "relation_heads": 4},
+        "layer_map: expected layers with heads, but the student's layer 2 has none",
     ),
     "a family": (
         {"recipe": "theseus", "student": "roberta"},
@@ -117,6 +125,7 @@ REFUSED = {
 STUDENTS = {
     "small": lambda: fastbert.EncoderConfig(**SMALL),
     "deep": lambda: fastbert.EncoderConfig(**{**SIZES, "num_hidden_layers": 3}),
+    "pruned": lambda: fastbert.EncoderConfig(**SIZES, pruned_heads={0: [1], 1: [0, 1, 2, 3]}),
     "roberta": lambda: fastbert.EncoderConfig("roberta", **{**SIZES, "max_position_embeddings": 66}),
     "quantised": lambda: fastbert.BertForSequenceClassification(fastbert.EncoderConfig(**SIZES)).quantize(),
     "model": lambda: fastbert.BertModel(fastbert.EncoderConfig(**SIZES)),

@@ -244,6 +244,12 @@ def same_words(student: Student, place: Path) -> bool:
     return load_tokenizer(student.place).get_vocab() == load_tokenizer(place).get_vocab()
 
 
+def _heads(config: Any, layer: int) -> int:
+    """The number of heads of a layer, which counts from 1."""
+    kept = config.kept_heads()[layer - 1]
+    return config.num_attention_heads if kept is None else len(kept)
+
+
 def check_pair(
     recipe: Recipe,
     weights: Sequence[Mapping[str, float]],
@@ -287,17 +293,22 @@ def check_pair(
     if "patient" in names and not pairs:
         raise ValueError("student: expected two layers at least, because pkd leaves the last out")
     by_heads = {"scores", "attention"} | ({"values"} if relation_heads is None else set())
-    if {*names} & by_heads and own.num_attention_heads != other.num_attention_heads:
-        raise ValueError(
-            f"student: num_attention_heads: expected {other.num_attention_heads} as the teacher has, got "
-            f"{own.num_attention_heads}"
-        )
-    for who, config in (("student", own), ("teacher", other)):
-        if relation_heads is not None and config.hidden_size % relation_heads:
+    for m, n in pairs if {*names} & by_heads or relation_heads is not None else ():
+        mine, theirs = _heads(own, m), _heads(other, n)
+        if not mine or not theirs:
+            who = f"the student's layer {m}" if theirs else f"the teacher's layer {n}"
+            raise ValueError(f"layer_map: expected layers with heads, but {who} has none")
+        if {*names} & by_heads and mine != theirs:
             raise ValueError(
-                f"relation_heads: expected a divisor of the {who}'s hidden_size {config.hidden_size}, got "
-                f"{relation_heads}"
+                f"student: num_attention_heads: expected {theirs} as the teacher has in layer {n}, got {mine} "
+                f"in layer {m}"
             )
+        for who, width in (("student", mine * own.head_dim), ("teacher", theirs * other.head_dim)):
+            if relation_heads is not None and width % relation_heads:
+                raise ValueError(
+                    f"relation_heads: expected a divisor of {width}, the width of the {who}'s attention, got "
+                    f"{relation_heads}"
+                )
     if replacing:
         ends = [n for _, n in pairs]
         if own.model_type != other.model_type or own.family.shared_layers:
