@@ -397,14 +397,22 @@ def attention(
     seed = checks.dropout(dropout_p, seed, offset, q)
     dropout_p = float(dropout_p)
 
-    q, k, v = (_readable(t, headdim) for t in (q, k, v))
+    # BLAS needs rows of heads that are contiguous and do not overlap
+    q, k, v = (
+        t if (headdim == 1 or t.stride(-1) == 1) and t.stride(0) >= headdim else t.contiguous()
+        for t in (q, k, v)
+    )
     scores = () if relative is None else relative
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, bias, gate, *scores)
     )
-    if relative is not None and not _reads(relative, q, differentiable, return_probs):
-        found = dense_scores(relative, cu_seqlens, max_seqlen, q)
-        bias, relative, scores = found if bias is None else bias + found, None, ()
+    if relative is not None:
+        op, reads = "attention relative training" if differentiable else "attention relative", None
+        if not (torch.compiler.is_compiling() or (differentiable and return_probs)):
+            reads = dispatch.serving_function("reads_relative", (op,), q.device, q.dtype)
+        if reads is None or not reads(relative, headdim, differentiable):
+            found = dense_scores(relative, cu_seqlens, max_seqlen, q)
+            bias, relative, scores = found if bias is None else bias + found, None, ()
     save_bits = differentiable and dropout_p > 0 and q.dtype in SAVED_ON.get(q.device.type, ())
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, seen, bias, gate, dropout_p, seed, offset
@@ -430,18 +438,3 @@ def attention(
     if not (return_lse or return_probs):
         return out
     return (out, *((lse,) if return_lse else ()), *((probs,) if return_probs else ()))
-
-
-def _reads(relative: RelativeScores, q: Tensor, differentiable: bool, return_probs: bool) -> bool:
-    """Whether the serving backend reads the scores of distances itself."""
-    if torch.compiler.is_compiling() or (differentiable and return_probs):
-        return False
-    op = "attention relative training" if differentiable else "attention relative"
-    reads = dispatch.serving_function("reads_relative", (op,), q.device, q.dtype)
-    return reads is not None and reads(relative, q.shape[-1], differentiable)
-
-
-def _readable(t: Tensor, headdim: int) -> Tensor:
-    """`t` itself where its heads' rows are contiguous and do not overlap, as BLAS needs it; else a copy."""
-    readable = (t.stride(-1) == 1 or headdim == 1) and t.stride(0) >= headdim
-    return t if readable else t.contiguous()

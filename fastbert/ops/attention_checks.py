@@ -41,9 +41,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Non
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {t.dtype}")
-        if t.shape != q.shape:
-            wanted = (*q.shape[:-2], (t if name == "k" else k).shape[-2:-1].numel(), q.shape[-1])
-            checks.shape(name, t, wanted)
+        wanted = (*q.shape[:-2], *(t if name == "k" else k).shape[-2:-1], q.shape[-1])
+        if t.shape != q.shape and t.shape != wanted:
+            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(t.shape)}")
     if k.shape[-2] != q.shape[-2] and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
         raise ValueError(
             f"k: expected a number of heads that divides the {q.shape[-2]} of q, got {k.shape[-2]}"
