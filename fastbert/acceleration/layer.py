@@ -136,7 +136,7 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
         if args and type(args[0]) is PackedBatch:
             self.check_gathered()
             self.begin(hidden_states)
-            return encoder.layer(self.form, self.parts(), hidden_states, *args)
+            return self.on_packed(hidden_states, *args)
         if exporting() or self.fastbert_state is None:
             return super().forward(hidden_states, *args, **kwargs)
         state = self.fastbert_state
@@ -175,7 +175,7 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
                 # transformers' attention takes them in another order
                 attended = self.attend_by_modules(hidden_states, **given)[0]
             self.begin(rows)
-            out = encoder.feed_forward(self.form, self.parts(), attended.reshape(rows.shape), packed)
+            out = encoder.after_attention_block(self.form, self.parts(), attended.reshape(rows.shape), packed)
         out = out.reshape(hidden_states.shape)
         return (out, *[None] * (stock.tuple_size - 1)) if stock.tuple_size else out
 

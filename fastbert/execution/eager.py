@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert.execution.blocks import blocks_of, by_blocks
 from fastbert.execution.call import Call, Step
-from fastbert.layers import encoder
+from fastbert.layers import encoder, first_token
 from fastbert.layers.asked import Asked
 from fastbert.layers.linear import common_kind
 from fastbert.ops import checks
@@ -56,7 +56,8 @@ def run(group: list[tuple[Step, tuple[Any, ...]]], x: Tensor, call: Call) -> Ten
             reads = call.half and following is not None and _reads_rounded(following, x, call)
             rounds = [] if reads else None
             more = asked._replace(rounded=given, rounds=rounds)
-            found = recomputed(step, call, encoder.layer, form, parts, x, batch, more)
+            layer = first_token.layer if asked.first_only else encoder.layer
+            found = recomputed(step, call, layer, form, parts, x, batch, more)
             x = finished(call, asked, x, *found)
             rounded = rounds[0] if rounds else None
     return x

@@ -17,9 +17,9 @@ class Asked(NamedTuple):
     Attributes:
         gate: (nheads,) factor of each head's output, or None.
         site: the number of the first of the layer's `SITES` dropout call sites.
-        first_only: whether to compute only the rows of `packing.starts`, the first token of each sequence.
-            The row of an empty sequence has no meaning. There must be a token, and `probabilities` must be
-            False.
+        first_only: whether to compute only the rows of `packing.starts`, the first token of each sequence,
+            by `first_token.layer`. The row of an empty sequence has no meaning. There must be a token, and
+            `probabilities` must be False.
         probabilities: whether to return attention's probabilities too.
         taps: sees what the layer computes inside, or None.
         arrivals: keeps the counters of `ops.linear_norm` from layer to layer; None makes them where needed.

@@ -42,7 +42,7 @@ def attend(
         or batch.globals is not None
         or (batch.columns is not None and form.window is not None)
     ):
-        return attention_cases.attend(form, parts, x, qkv, batch, asked)
+        return attention_cases.attend_by_case(form, parts, x, qkv, batch, asked)
     context: Any = attention(
         *qkv,
         batch.cu_seqlens,

@@ -35,7 +35,7 @@ def _without_heads(
     return context, none if asked.probabilities else None
 
 
-def attend(
+def attend_by_case(
     form: LayerForm,
     parts: Parts,
     x: Tensor,

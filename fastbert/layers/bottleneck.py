@@ -119,7 +119,7 @@ def inputs(parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
     return keys, keys if steps.values == steps.keys else _narrowed(steps.values, x)
 
 
-def after_attention(
+def rest_in_bottleneck(
     form: LayerForm, parts: Parts, x: Tensor, context: Tensor, batch: PackedBatch, asked: Asked
 ) -> Tensor:
     """The layer's output from its input (rows, hidden) and what attention has computed.

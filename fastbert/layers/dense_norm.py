@@ -7,6 +7,7 @@ Source: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transforme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.form import LayerForm, Parts
-from fastbert.layers.linear import LinearKind, apply_linear, common_kind, kind_of, norm_op, product_and_bias
+from fastbert.layers.form import INNER_SITE, LayerForm, Parts
+from fastbert.layers.linear import LinearKind, apply_linear, common_kind, kind_of, norm_op
 from fastbert.layers.modules import is_no_norm
 from fastbert.ops.dropout import keep_mask_2d
 
@@ -85,6 +86,30 @@ def feed_forward_norm(
     return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals, rounds, kind)
 
 
+def feed_forward(
+    form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked, rounded: Tensor | None = None
+) -> Tensor:
+    """The feed-forward block with its residual sum and norm: (rows, hidden) -> (rows, hidden).
+
+    Args:
+        rounded: `x` in the dtype of its products, if the caller has it already.
+    """
+    if parts.feed is not None:
+        return parts.feed(x)
+    how = asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds
+    if form.gated is not None:
+        inner = gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
+        if any(parts.rates[3:]):
+            inner = dropped(inner, parts.rates[3], batch.seed, asked.site + INNER_SITE)
+        modules = parts.output, parts.output_norm
+        return dense_norm(*modules, inner, x, parts.rates[2], batch.seed, *how, parts.kind)
+    tap = None
+    if asked.taps is not None:
+        tap = functools.partial(asked.taps.inner, asked.number, sequences=batch)
+    modules, more = (parts.intermediate, parts.output, parts.output_norm), (rounded, tap, parts.kind)
+    return feed_forward_norm(*modules, x, form.activation, parts.rates[2], batch.seed, *how, *more)
+
+
 def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> Tensor:
     """The product of a gated block's halves, or what taps make of it: (rows, hidden) -> (rows, inner)."""
     up, kind = parts.intermediate, parts.kind
@@ -93,6 +118,18 @@ def gated_inner(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, as
     else:
         inner = apply_linear(parts.gate, x, form.activation, kind=kind) * apply_linear(up, x, kind=kind)
     return inner if asked.taps is None else asked.taps.inner(asked.number, inner, batch)
+
+
+def product_and_bias(
+    dense: Any, x: Tensor, kind: LinearKind | None, adds: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(product, bias) whose sum is dense(x); the bias is None if there is none, or `adds` adds it at once.
+
+    Without a `kind` the module is called.
+    """
+    if kind is None:
+        return dense(x), None
+    return kind.product(x, dense, [dense], with_bias=adds), None if adds else dense.bias
 
 
 def dropped(x: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Tensor:

@@ -4,8 +4,9 @@
     a = LayerNorm(x + dropout(attention(q, k, v) Woᵀ + bo))
     y = LayerNorm(a + dropout(act(a Wiᵀ + bi) Wfᵀ + bf))
 
-`attention.py` has the first two lines. A layer whose norms come before the blocks has the rest of its
-mathematics in `pre_norm.py`, a layer with bottlenecks in `bottleneck.py`.
+`attention.py` has the first line and attention itself, `dense_norm.py` what follows. A layer whose norms come
+before the blocks has the rest of its mathematics in `pre_norm.py`, a layer with bottlenecks in
+`bottleneck.py`. `first_token.py` has the last layer of a call that asks for first tokens alone.
 
 `layer` is the whole of it, a function of a form (form.py, plain data), of parts (modules that hold the
 parameters) and of packed tokens (batch.py). A part that is no longer plain (LoRA, parametrized, hooked) is
@@ -17,16 +18,14 @@ Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
-from fastbert.layers import bottleneck, elimination, first_token, pre_norm
+from fastbert.layers import bottleneck, pre_norm
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.attention import attend
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.dense_norm import dense_norm, dropped, feed_forward_norm, gated_inner
-from fastbert.layers.form import INNER_SITE, LayerForm, Parts
+from fastbert.layers.dense_norm import dense_norm, feed_forward
+from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.linear import kind_of
 
 
@@ -36,19 +35,14 @@ def layer(
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
     Those of a layer that may have global tokens are (total, nheads, width); see `global_tokens.bands`.
-    With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens).
-    With `asked.first_only` it returns ((batch, hidden), None).
+    With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens). With `asked.first_only` see
+    `first_token.layer`.
     """
     if parts.int8:
         parts = parts.as_multiplied(form.names)
-    more = None
-    if asked.first_only:
-        x, context = first_token.attend(form, parts, x, batch, asked)
-    else:
-        context, more = attend(form, parts, x, batch, asked)
+    context, more = attend(form, parts, x, batch, asked)
     if asked.kept is not None and more is not None:
         x, context = x.index_select(0, more), context.index_select(0, more)
-        batch = elimination.smaller(batch, asked.kept, more)
     return after_attention(form, parts, x, context, batch, asked), more
 
 
@@ -64,9 +58,9 @@ def after_attention(
     if parts.int8:
         parts = parts.as_multiplied(form.names)
     if form.pre_norm:
-        return pre_norm.after_attention(form, parts, x, context, batch, asked)
+        return pre_norm.rest_of_pre_norm(form, parts, x, context, batch, asked)
     if form.bottleneck is not None:
-        return bottleneck.after_attention(form, parts, x, context, batch, asked)
+        return bottleneck.rest_in_bottleneck(form, parts, x, context, batch, asked)
     kind = parts.kind
     up = (kind or kind_of(parts.intermediate)) if asked.half and parts.feed is None else None
     rounds = [] if up is not None and up.float_weight else None
@@ -77,34 +71,9 @@ def after_attention(
     return feed_forward(form, parts, x, batch, asked, rounds[0] if rounds else None)
 
 
-def feed_forward(
-    form: LayerForm,
-    parts: Parts,
-    x: Tensor,
-    batch: PackedBatch,
-    asked: Asked = NOTHING_MORE,
-    rounded: Tensor | None = None,
-) -> Tensor:
-    """The feed-forward block with its residual sum and norm: (rows, hidden) -> (rows, hidden).
-
-    Args:
-        rounded: `x` in the dtype of its products, if the caller has it already.
-    """
-    if parts.feed is not None:
-        return parts.feed(x)
+def after_attention_block(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch) -> Tensor:
+    """The layer's output from that of its attention block, (rows, hidden)."""
     if parts.int8:
         parts = parts.as_multiplied(form.names)
-    if form.pre_norm:
-        return pre_norm.feed_forward(form, parts, x, batch, asked)
-    if form.gated is not None:
-        inner = gated_inner(form, parts, x if rounded is None else rounded, batch, asked)
-        if any(parts.rates[3:]):
-            inner = dropped(inner, parts.rates[3], batch.seed, asked.site + INNER_SITE)
-        how = parts.rates[2], batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds
-        return dense_norm(parts.output, parts.output_norm, inner, x, *how, parts.kind)
-    tap = None
-    if asked.taps is not None:
-        tap = functools.partial(asked.taps.inner, asked.number, sequences=batch)
-    how = batch.seed, asked.site + 2, parts.fuses_norm, asked.arrivals, asked.rounds, rounded, tap, parts.kind
-    modules = parts.intermediate, parts.output, parts.output_norm
-    return feed_forward_norm(*modules, x, form.activation, parts.rates[2], *how)
+    feed = pre_norm.feed_forward if form.pre_norm else feed_forward
+    return feed(form, parts, x, batch, NOTHING_MORE)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import bottleneck, disentangled, encoder, global_tokens
+from fastbert.layers import bottleneck, disentangled, encoder, first_token, global_tokens
 from fastbert.layers.asked import NOTHING_MORE, Asked
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.block_sparse import BlockSparseAttention
@@ -106,6 +106,11 @@ class PackedLayer(nn.Module):
 
     def begin(self, hidden: Tensor) -> None:
         """Called once before the layer computes `hidden`, in any executor; may raise."""
+
+    def on_packed(self, hidden: Tensor, batch: PackedBatch, asked: Asked = NOTHING_MORE) -> Any:
+        """The layer's mathematics on packed tokens; see `encoder.layer`."""
+        layer = first_token.layer if asked.first_only else encoder.layer
+        return layer(self.form, self.parts(), hidden, batch, asked)
 
     def options(self) -> object:
         """What `look` depends on besides the attributes of the layer's modules; compared by `==`."""
@@ -352,7 +357,7 @@ class EncoderLayer(PackedLayer):
                 or the global tokens.
         """
         if isinstance(batch, PackedBatch):
-            return encoder.layer(self.form, self.parts(), hidden, batch, asked)
+            return self.on_packed(hidden, batch, asked)
         if self.form.heads is not None:
             raise ValueError(
                 "model: layers with fixed heads (config fixed_heads) cannot be called module by module"

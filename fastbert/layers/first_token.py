@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert.layers import attention, packing
+from fastbert.layers import attention, encoder, packing
 from fastbert.layers.asked import Asked
 from fastbert.layers.attention_cases import attended
 from fastbert.layers.batch import PackedBatch
@@ -15,7 +15,15 @@ from fastbert.ops import checks
 from fastbert.ops.first_attention import first_attention, pays
 
 
-def attend(
+def layer(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked) -> tuple[Tensor, None]:
+    """`encoder.layer` with `asked.first_only`: (total, hidden) -> ((batch, hidden), None)."""
+    if parts.int8:
+        parts = parts.as_multiplied(form.names)
+    first, context = _attend(form, parts, x, batch, asked)
+    return encoder.after_attention(form, parts, first, context, batch, asked), None
+
+
+def _attend(
     form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch, asked: Asked
 ) -> tuple[Tensor, Tensor]:
     """x and attention's output at the rows `packing.starts`: (batch, hidden), (batch, nheads · head_dim)."""

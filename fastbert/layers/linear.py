@@ -171,16 +171,6 @@ def apply_joined(
     return None if kind is None or not kind.joins(x, modules) else kind.product(x, owner, modules)
 
 
-def product_and_bias(
-    dense: Any, x: Tensor, kind: LinearKind | None = None, adds: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(product, bias) whose sum is dense(x); the bias is None if there is none, or `adds` adds it at once."""
-    kind = kind or kind_of(dense)
-    if kind is None:
-        return dense(x), None
-    return kind.product(x, dense, [dense], with_bias=adds), None if adds else dense.bias
-
-
 def norm_op(module: Any, plain: bool = False) -> Callable[..., Any] | None:
     """Our op with the norm's parameters; None if the norm must be called itself.
 

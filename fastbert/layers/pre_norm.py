@@ -18,19 +18,12 @@ from torch import Tensor
 
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.layers.dense_norm import add_norm, dropped, gated_inner
+from fastbert.layers.dense_norm import add_norm, dropped, gated_inner, product_and_bias
 from fastbert.layers.form import LayerForm, Parts
-from fastbert.layers.linear import (
-    apply_linear,
-    apply_norm,
-    common_kind,
-    kind_of,
-    norm_op,
-    product_and_bias,
-)
+from fastbert.layers.linear import apply_linear, apply_norm, common_kind, kind_of, norm_op
 
 
-def after_attention(
+def rest_of_pre_norm(
     form: LayerForm, parts: Parts, x: Tensor, context: Tensor, batch: PackedBatch, asked: Asked
 ) -> Tensor:
     """The layer's output from its input (rows, hidden) and what attention has computed.
@@ -38,9 +31,9 @@ def after_attention(
     Args:
         context: (rows, nheads, headdim) or (rows, nheads · headdim).
     """
-    kind, how = parts.kind, (parts.rates[1], batch.seed, asked.site + 1)
-    op = norm_op(parts.output_norm, kind is not None) if parts.fuses_norm else None
-    product = product_and_bias(parts.attention_output, context.flatten(1), kind)
+    dense, how = parts.attention_output, (parts.rates[1], batch.seed, asked.site + 1)
+    op = norm_op(parts.output_norm, parts.kind is not None) if parts.fuses_norm else None
+    product = product_and_bias(dense, context.flatten(1), parts.kind or kind_of(dense))
     y, z = add_norm(op, parts.output_norm, *product, x, *how, returns_sum=True)
     return _feed_forward_sum(form, parts, y, z, batch, asked)
 
