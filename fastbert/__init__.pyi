@@ -157,7 +157,7 @@ from .models.xlnet import XLNetForSequenceClassification as XLNetForSequenceClas
 from .models.xlnet import XLNetForTokenClassification as XLNetForTokenClassification
 from .models.xlnet import XLNetLMHeadModel as XLNetLMHeadModel
 from .models.xlnet import XLNetModel as XLNetModel
-from .ops.checks import double_backward as double_backward
+from .ops.derivatives import double_backward as double_backward
 from .runtime.dispatch import use_backend as use_backend
 from .runtime.prepared import clear as clear
 from .sentences.cross_encoder import CrossEncoder as CrossEncoder

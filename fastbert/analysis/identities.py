@@ -31,7 +31,8 @@ from fastbert.layers.batch import PackedBatch
 from fastbert.layers.packing import positions_of
 from fastbert.layers.taps import Taps
 from fastbert.ops import checks
-from fastbert.ops.attention import attention, attention_bwd
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_autograd import attention_bwd
 from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 
 MAX_BYTES = 256 << 20

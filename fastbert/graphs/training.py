@@ -64,7 +64,7 @@ from fastbert.models.bert import BertModel
 from fastbert.models.encoder import dropout_seed
 from fastbert.models.heads.task_model import TaskModel, served_by
 from fastbert.models.inputs import Inputs
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.runtime import dispatch, prepared
 from fastbert.runtime.loader import extension
 from fastbert.runtime.model_state import hooks_of
@@ -150,7 +150,7 @@ class _Replayed(torch.autograd.Function):
         return graphed._forward(turn, rows)
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *ctx.graphed._backward(ctx.turn, dout)
 

@@ -22,7 +22,7 @@ from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.modules import part
 from fastbert.layers.parts import GatedPart, Part
 from fastbert.layers.patterns import Heads
-from fastbert.ops import checks
+from fastbert.ops import derivatives
 from fastbert.ops.attention_relative import RelativeScores
 
 
@@ -56,7 +56,7 @@ def scores(nheads: int, seqlen: int, device: torch.device, positions: Tensor | N
     """
     distance = torch.arange(1 - max(seqlen, 1), max(seqlen, 1), dtype=torch.int32, device=device).abs()
     # What a trace makes belongs to the trace
-    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+    if torch.compiler.is_compiling() or derivatives.plain_torch() is not None:
         per_token = _slopes_on(nheads, device)
     else:
         # Autograd cannot save tensors that were made in inference mode

@@ -30,7 +30,7 @@ from fastbert.layers.quantized import (
     rounded_channels,
 )
 from fastbert.layers.quantizing import check_plain, each_linear
-from fastbert.ops import checks, integer_table
+from fastbert.ops import checks, derivatives, integer_table
 from fastbert.ops.linear import linear_bwd
 from fastbert.ops.linear_int8 import linear_int8, quantize_rows
 from fastbert.runtime import prepared
@@ -50,7 +50,7 @@ class _StraightThrough(torch.autograd.Function):
         return linear_int8(x, integers, scale, bias, activation, gated=gated)
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, integers, scale, bias = ctx.saved_tensors
         needs, compute = ctx.needs_input_grad[:3], checks.compute_dtype(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.ops.checks import plain_torch
+from fastbert.ops.derivatives import plain_torch
 
 _FSDP = "torch.distributed.fsdp"
 # Its hooks do nothing until outputs are collected

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.batch import PackedBatch, Rotary, Tables
 from fastbert.layers.form import LayerForm
-from fastbert.ops import checks
+from fastbert.ops import derivatives
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.rotary import rotary
 
@@ -50,7 +50,7 @@ def _table(rotary: Rotary, head_dim: int, rows: int, device: torch.device) -> tu
         return _computed(theta * stretched ** (head_dim / (head_dim - 2)), 1.0, head_dim, rows, device)
     factor = 1.0 if trained is not None else factor
     # What a trace makes belongs to the trace
-    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+    if torch.compiler.is_compiling() or derivatives.plain_torch() is not None:
         return _computed(theta, factor, head_dim, rows, device)
     found = _tables.setdefault((theta, factor, head_dim, device), [])
     if not found or found[-1][0].shape[0] < rows:

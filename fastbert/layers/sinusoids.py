@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastbert.layers.batch import PackedBatch, Sinusoids
 from fastbert.layers.dense_norm import dropped
-from fastbert.ops import checks
+from fastbert.ops import derivatives
 from fastbert.ops.attention_grid import to_grid
 from fastbert.ops.attention_relative import ScoreTable
 
@@ -79,7 +79,7 @@ def _table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
 def kept_table(reach: int, width: int, limit: int, device: torch.device) -> Tensor:
     """A table of at least this reach, (2 · its reach, width); it is kept, and made longer when needed."""
     # What a trace makes belongs to the trace
-    if torch.compiler.is_compiling() or checks.plain_torch() is not None:
+    if torch.compiler.is_compiling() or derivatives.plain_torch() is not None:
         return _table(reach, width, limit, device)
     found = _tables.setdefault((width, limit, device), [])
     if not found or found[-1].shape[0] < 2 * reach:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.runtime import dispatch
 
 
@@ -126,7 +126,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call("cross_entropy_bwd", args[1], *args), ctx, dloss)
 
@@ -189,7 +189,7 @@ def cross_entropy(
         )
     rows, classes = logits.shape
     labels = checked_labels(labels, rows, classes, logits, ignore_index, label_smoothing)
-    if checks.plain_torch():
+    if derivatives.plain_torch():
         return cross_entropy_ref(logits, labels, ignore_index, label_smoothing)
     args = (checks.rows(logits), labels, ignore_index, float(label_smoothing))
     if torch.compiler.is_compiling():

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks, integer_table
+from fastbert.ops import checks, derivatives, integer_table
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.layer_norm import NARROW, layer_norm_ref, widened
 from fastbert.ops.schema import schema
@@ -300,7 +300,7 @@ class EmbeddingFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call("embedding_bwd", args[0], *args), ctx, dy)
 

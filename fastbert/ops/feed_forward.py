@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import narrows
@@ -256,7 +256,7 @@ class FeedForwardFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
@@ -313,7 +313,7 @@ class LayerNormFunction(torch.autograd.Function):
         return output[0], *output[4:], *((output[1],) if inputs.return_sum else ())
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
         drounded, dsum = (*(() if ctx.rounded else (None,)), *more, None)[:2]
         grads = _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy, drounded, dsum)

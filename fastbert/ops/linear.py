@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
@@ -295,7 +295,7 @@ class LinearFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         function = backward_of(ctx.activation, ctx.gated)
         tensors = ctx.saved_tensors  # once: checkpointing recomputes them

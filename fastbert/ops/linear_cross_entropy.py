@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
 from fastbert.ops.linear import LinearNeeds, is_wide, operands, reads_wide
@@ -212,7 +212,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
         function = "linear_cross_entropy_bwd"
         return _backward(lambda *args: dispatch.call(function, args[4], *args), ctx, dloss)

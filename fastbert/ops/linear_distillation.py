@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import LinearNeeds
 from fastbert.ops.schema import schema
@@ -180,7 +180,7 @@ class LinearDistillationFunction(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Any, ...]:
         function = "linear_distillation_bwd"
         return _backward(lambda *args: dispatch.call(function, args[1].x, *args), ctx, dloss)

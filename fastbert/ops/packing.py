@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.runtime import dispatch
 
 DTYPES = (*checks.FLOATS, torch.int64, torch.int32, torch.bool)
@@ -142,7 +142,7 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ValueError(f"x: expected shape (batch, seqlen, ...), got {tuple(x.shape)}")
     rows, inner = x.shape[0] * x.shape[1], x.shape[2:]
-    if checks.plain_torch():
+    if derivatives.plain_torch():
         return pack_ref(x, indices)
     _check_indices(indices, x, rows)
     flat = _flat(x, rows, inner)
@@ -174,7 +174,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool) or size < 0:
             raise ValueError(f"{name}: expected an integer >= 0, got {size!r}")
     rows = batch * seqlen
-    if checks.plain_torch():
+    if derivatives.plain_torch():
         return unpack_ref(x, indices, batch, seqlen)
     _check_indices(indices, x, rows)
     if x.dim() < 1 or x.shape[0] != indices.shape[0]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.runtime import dispatch
 
 # sentence-transformers' names
@@ -140,7 +140,7 @@ class PoolingFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return _backward(_launch_bwd, ctx, dy)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.runtime import dispatch
 
 
@@ -156,7 +156,7 @@ def rotary(
     Source: Su et al. 2021, sec. 3.2.
     """
     positions, shape = _check("x", x, cos, sin, positions), x.shape
-    if checks.plain_torch():
+    if derivatives.plain_torch():
         return rotary_ref(x, cos, sin, positions, interleaved)
     if len(shape) == 4:
         x = x.reshape(shape[0] * shape[1], *shape[2:])

@@ -30,8 +30,8 @@ from fastbert.layers.taps import Taps
 from fastbert.models.encoder import tapped
 from fastbert.models.fixed_heads import fix_heads
 from fastbert.ops import checks
-from fastbert.ops.checks import plain_torch
 from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.derivatives import plain_torch
 from tests.support.accelerated_models import calls, first_kept, padded
 from tests.support.hf_models import batch
 from tests.support.model_pairs import CASES, SEQUENCE_TASKS, build, inputs_for, labels_for

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fastbert.analysis.identities import Probabilities
 from fastbert.layers.batch import PackedBatch
-from fastbert.ops import checks
+from fastbert.ops import checks, derivatives
 from fastbert.ops.attention_grid import grid_mask, to_grid
 from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
 
@@ -134,7 +134,7 @@ class _AttentionKL(torch.autograd.Function):
         return found.sum() / count
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         student, teacher, dq, dk = ctx.student, ctx.teacher, None, None
         factor = dloss * student.scale / ctx.count
@@ -163,7 +163,7 @@ class _SquaredDistance(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @checks.once_differentiable
+    @derivatives.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         dq, dk = ctx.saved_tensors[:2]
         return dloss * dq, dloss * dk, None, None, None
