@@ -64,6 +64,7 @@ def pretend_gpu() -> None:
     from fastbert.layers import linear
     from fastbert.ops import attention_places, checks
     from fastbert.runtime import dispatch, prepared
+    from fastbert.runtime.table import TABLE
 
     cuda.available = triton.available = lambda device_type: None
     cuda.device.extension, cuda.device.place = idle_extension(), lambda device: (0, 0)
@@ -75,7 +76,7 @@ def pretend_gpu() -> None:
         kernels = importlib.import_module(f"fastbert.kernels.{module.name}")
         if hasattr(kernels, "launch") and module.name != "launch":
             kernels.launch = lambda *args, **config: None
-    dispatch.TABLE["cpu"], dispatch.SELF_CHECKED = dispatch.TABLE["cuda"], ()
+    TABLE["cpu"], dispatch.SELF_CHECKED = TABLE["cuda"], ()
     launchers.on_gpu = lambda device: True
     linear.FLOAT = linear.FLOAT._replace(joins=lambda x, modules: True)
     linear.LINEAR_KINDS[torch.nn.Linear] = linear.FLOAT

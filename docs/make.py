@@ -26,6 +26,7 @@ from bench.lib.charts import front  # noqa: E402
 from bench.lib.tables import table  # noqa: E402
 from fastbert.pretraining import recipe  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.runtime.table import TABLE  # noqa: E402
 
 DTYPES = {
     torch.float64: "fp64",
@@ -75,7 +76,7 @@ def order() -> list[str]:
     """A row per line of the dispatch table."""
     body = [
         [f"`{line}`", device, ", ".join(f"`{name}`" for name in backends)]
-        for device, lines in dispatch.TABLE.items()
+        for device, lines in TABLE.items()
         for line, backends in lines.items()
     ]
     return table(["op, or a part of its calls", "device", "backends, best first"], body)

@@ -9,6 +9,7 @@ import torch
 from bench.lib.roofs import TAGS
 from bench.lib.turns import precision
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import call_kinds
 from fastbert.testing import proving
 from fastbert.testing.verdict_keys import name_of
 
@@ -50,7 +51,7 @@ def backends(candidate: str, device: torch.device | str, tag: str) -> dict[str, 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     for op in dispatch.OPS:
-        for kind in dispatch.call_kinds(op, device.type):
+        for kind in call_kinds(op, device.type):
             call = f"{op}_fwd {kind}".rstrip()
             for dtype in DTYPES[tag]:
                 name = " ".join(filter(None, (op, kind, TAGS[dtype])))

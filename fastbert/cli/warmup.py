@@ -14,6 +14,7 @@ import torch
 
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import call_kinds
 from fastbert.testing import checking, proving, serving, verdicts
 from fastbert.testing.verdict_keys import Unit, name_of
 from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED, Verdict
@@ -118,9 +119,7 @@ def _choices(device: torch.device, wanted: list[Unit]) -> list[serving.Choice]:
     """The backends that serve the ops and dtypes whose kernels were checked."""
     calls = dict.fromkeys((unit.op, unit.dtype) for unit in wanted)
     return [
-        serving.choice(op, kind, device, dtype)
-        for op, dtype in calls
-        for kind in dispatch.call_kinds(op, device.type)
+        serving.choice(op, kind, device, dtype) for op, dtype in calls for kind in call_kinds(op, device.type)
     ]
 
 

@@ -26,6 +26,8 @@ from fastbert.ops.layer_norm import NARROW, LayerNormInputs
 from fastbert.ops.linear import LinearInputs, forward_of
 from fastbert.ops.linear_norm import LinearNormInputs
 from fastbert.runtime import dispatch
+from fastbert.runtime.plain import plain
+from fastbert.runtime.table import rows_kind
 
 _ORDINARY = frozenset((Tensor, nn.Parameter))
 _is_neg, _is_zero = torch._C.TensorBase.is_neg, torch._C.TensorBase._is_zerotensor
@@ -164,7 +166,7 @@ def _checked(x: Tensor, batch: PackedBatch, nheads: int) -> Checked:
     check_lengths(ends, longest, x)
     table = checked_table(batch.fitting_places(), ends, longest, x)
     bias = check_bias(batch.bias, ends.shape[0] - 1, nheads, longest, x)
-    return Checked(None if bias is None else dispatch.plain(bias), table)
+    return Checked(None if bias is None else plain(bias), table)
 
 
 def run(group: list[tuple[Step, Taken]], x: Tensor, call: Call) -> Tensor:
@@ -216,7 +218,7 @@ def _dense_norm(product, x, weight, bias, residual, norm_weight, norm_bias, eps,
     if linear_norm.pays(x, weight.shape[0]):
         if not arrivals:
             arrivals.append(linear_norm.new_arrivals(x.device))
-        function = f"linear_norm_fwd{dispatch.rows_kind(x.shape[0])}"
+        function = f"linear_norm_fwd{rows_kind(x.shape[0])}"
         launch = dispatch.launcher(function, x.device, x.dtype)
         inputs = LinearNormInputs(x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals[0])
         return launch(inputs)

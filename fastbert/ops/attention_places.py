@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
+from fastbert.runtime.plain import plain
 
 
 class Places(NamedTuple):
@@ -98,7 +99,7 @@ def places_table(cu_seqlens: Tensor, total: int, max_seqlen: int, dtype: torch.d
     """The table for attention over `total` rows of `dtype`; by `places_ref` where no backend makes one."""
     check_lengths(cu_seqlens, total, max_seqlen)
     make = _maker(cu_seqlens.device, dtype) or places_ref
-    return make(dispatch.plain(cu_seqlens), total, max_seqlen)
+    return make(plain(cu_seqlens), total, max_seqlen)
 
 
 @places_table.register_fake
@@ -137,7 +138,7 @@ def check_table(table: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, q: Te
     total = q.shape[0]
     checks.operand("places", table, _shape(cu_seqlens, total, max_seqlen), (torch.int32,), q)
     if table.device.type == "cpu":
-        table, cu_seqlens = dispatch.plain(table), dispatch.plain(cu_seqlens)
+        table, cu_seqlens = plain(table), plain(cu_seqlens)
         if not torch.equal(table, places_ref(cu_seqlens, total, max_seqlen)):
             raise ValueError("places: expected the table of these lengths, got other values")
 
@@ -182,7 +183,7 @@ def attention_places(cu_seqlens: Tensor, max_seqlen: int, total: int, dtype: tor
     if make is None:
         return None
     check_lengths(cu_seqlens, total, max_seqlen)
-    return Places(make(dispatch.plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)
+    return Places(make(plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)
 
 
 def _maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, int, int], Tensor] | None:

@@ -31,6 +31,7 @@ from fastbert.ops import checks
 from fastbert.ops.attention_grid import to_grid
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
+from fastbert.runtime.plain import plain
 
 _SCORES = ("query", "key", "bias")
 
@@ -72,7 +73,7 @@ class ScoreTable(NamedTuple):
 
     def scores(self, x: Tensor, first: int, count: int) -> Tensor:
         """(total, nheads, headdim) -> (total, nheads, count), products with `count` rows from `first` on."""
-        return self.multiply(dispatch.plain(x), self.panels, self.rows, first, count)
+        return self.multiply(plain(x), self.panels, self.rows, first, count)
 
 
 def score_table_maker(x: Tensor) -> Callable[[Tensor], ScoreTable] | None:

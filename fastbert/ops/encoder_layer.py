@@ -65,6 +65,7 @@ from fastbert.ops.attention_checks import check_bias, check_lengths, checked_win
 from fastbert.ops.attention_relative import RelativeScores, ScoreTable, check_columns, checked_relative
 from fastbert.ops.rotary import check_tables
 from fastbert.runtime import dispatch
+from fastbert.runtime.plain import plain
 
 
 class NarrowBlocks(NamedTuple):
@@ -269,7 +270,7 @@ def encoder_layer(
     rotated = {layer.rotary: layer.headdim for layer in layers if layer.rotary is not None}
     used = {rotary: _checked_tables(rotary, size, positions, tables, x) for rotary, size in rotated.items()}
     if positions is not None:
-        positions = dispatch.plain(positions).long().contiguous() if used else None
+        positions = plain(positions).long().contiguous() if used else None
     # The kernels know no window that reaches over all tokens
     windows = [layer.window for layer in layers]
     windows = [w if w is None else checked_window(False, w, max_seqlen) for w in windows]
@@ -294,11 +295,11 @@ def encoder_layer(
         checks.shape("kept", kept[0], tuple(cu_seqlens.shape))
         if int(kept[0][-1]) != kept[1]:
             raise ValueError(f"kept: expected the number {int(kept[0][-1])} of its lengths, got {kept[1]}")
-    shared, gate = (None if t is None else dispatch.plain(t) for t in (shared, gate))
-    x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
+    shared, gate = (None if t is None else plain(t) for t in (shared, gate))
+    x, cu_seqlens = plain(x), plain(cu_seqlens)
     given = positions, used, relative, out, distances if scoring else None
     if kept is not None:
-        given = *given, (dispatch.plain(kept[0]), kept[1])
+        given = *given, (plain(kept[0]), kept[1])
     return launch(checks.rows(x), layers, cu_seqlens, max_seqlen, shared, gate, *given)
 
 
@@ -330,4 +331,4 @@ def _checked_tables(
     checks.shape("positions", positions, x.shape[:1])
     cos, sin = tables[rotary]
     check_tables(cos, sin, headdim, "x", x)
-    return dispatch.plain(cos).contiguous(), dispatch.plain(sin).contiguous()
+    return plain(cos).contiguous(), plain(sin).contiguous()

@@ -49,6 +49,7 @@ from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import rows_kind
 
 
 class LinearInputs(NamedTuple):
@@ -108,7 +109,7 @@ def forward_of(activation: str | None, save: bool, rows: int, gated: str | None 
     if activation is None:
         return "linear_fwd"
     kind = "activation" if gated is None else "gated"
-    return f"linear_fwd {kind} training" if save else f"linear_fwd {kind}{dispatch.rows_kind(rows)}"
+    return f"linear_fwd {kind} training" if save else f"linear_fwd {kind}{rows_kind(rows)}"
 
 
 def backward_of(activation: str | None, gated: str | None = None) -> str:

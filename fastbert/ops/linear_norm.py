@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import rows_kind
 
 # How many counters a call may use.
 ARRIVALS = 16
@@ -86,7 +87,7 @@ def pays(x: Tensor, out_features: int) -> bool:
     if x.dtype not in dispatch.HALF:
         return False
     try:
-        op = f"linear_norm{dispatch.rows_kind(x.shape[0])}"
+        op = f"linear_norm{rows_kind(x.shape[0])}"
         joins = dispatch.serving_function("joins_norm", (op,), x.device, x.dtype)
     except dispatch.BackendError:
         # A pinned backend that lacks this op may have the two others.
@@ -160,7 +161,7 @@ def linear_norm(
             "linear_norm: gradients are enabled and an argument requires one, but it is for inference: "
             "call it under torch.no_grad(), or use `linear` and `layer_norm`"
         )
-    y = dispatch.call(f"linear_norm_fwd{dispatch.rows_kind(inputs.x.shape[0])}", x, inputs)
+    y = dispatch.call(f"linear_norm_fwd{rows_kind(inputs.x.shape[0])}", x, inputs)
     return y if len(shape) == 2 else y.view(shape)
 
 

@@ -23,6 +23,7 @@ from itertools import takewhile
 import torch
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import call_kinds
 from fastbert.testing import checking, error_rule, speed, verdicts
 from fastbert.testing.verdict_keys import Unit, key_of, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
@@ -68,7 +69,7 @@ def to_check(
 
 def is_ranked(unit: Unit, device_type: str) -> bool:
     """Whether the dispatch table names the kernel's backend for any kind of call of its op."""
-    calls = (f"{unit.op}_fwd {kind}".rstrip() for kind in dispatch.call_kinds(unit.op, device_type))
+    calls = (f"{unit.op}_fwd {kind}".rstrip() for kind in call_kinds(unit.op, device_type))
     return any(unit.backend in dispatch.ranking(call, device_type, unit.dtype) for call in calls)
 
 

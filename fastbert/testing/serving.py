@@ -11,6 +11,7 @@ import torch
 
 from fastbert.runtime import dispatch
 from fastbert.runtime.devices import device_of
+from fastbert.runtime.table import call_kinds
 from fastbert.testing import proving, speed, verdicts
 from fastbert.testing.verdict_keys import Unit, key_of, name_of
 from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
@@ -66,7 +67,7 @@ def choices(device: str | torch.device = "cpu") -> list[Choice]:
     return [
         choice(op, kind, device, dtype)
         for op in dispatch.OPS
-        for kind in dispatch.call_kinds(op, device.type)
+        for kind in call_kinds(op, device.type)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     ]
 

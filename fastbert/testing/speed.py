@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import ROWS, call_kinds, rows_kind
 from fastbert.testing import error_rule, verdicts
 from fastbert.testing.device_time import DeviceClock, Sample
 from fastbert.testing.verdict_keys import Unit
@@ -51,7 +52,7 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     """
     found: list[Time] = []
     seen = set()
-    by_rows = any(_of_rows(word) in judged_passes(op, device.type) for word in dispatch.ROWS)
+    by_rows = any(_of_rows(word) in judged_passes(op, device.type) for word in ROWS)
     for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
         for case, training in _calls(op, lengths, dtype):
             passes = TRAINING if training else passes_of(op, _kind(case, False), device.type) or FORWARD
@@ -78,8 +79,8 @@ def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
 
     They are such as "forward", "forward of few rows" and "training". "forward" is then the rest of forward.
     """
-    words = {word for kind in dispatch.call_kinds(op, device_type) for word in kind.split()}
-    apart = [_of_rows(word) for word in dispatch.ROWS if word in words]
+    words = {word for kind in call_kinds(op, device_type) for word in kind.split()}
+    apart = [_of_rows(word) for word in ROWS if word in words]
     apart += [TRAINING] if TRAINING in words else []
     return (FORWARD, *apart) if apart else ("",)
 
@@ -93,7 +94,7 @@ def passes_of(op: str, kind: str, device_type: str) -> str:
 
 def _kind(case: error_rule.Case, training: bool) -> str:
     """The kind of call that a case is, with the word for its rows."""
-    rows = "" if case.ranked_rows is None else dispatch.rows_kind(case.ranked_rows)
+    rows = "" if case.ranked_rows is None else rows_kind(case.ranked_rows)
     return f"{case.kind}{f' {TRAINING}' if training else rows}".lstrip()
 
 

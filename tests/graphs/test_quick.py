@@ -16,6 +16,7 @@ from fastbert.models import inputs
 from fastbert.models.inputs import check_inputs, packed_on_host
 from fastbert.ops import checks
 from fastbert.runtime import dispatch, model_state
+from fastbert.runtime.table import TABLE
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
 
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ def test_bad_ids_on_a_device_and_the_lengths_on_the_host(mask, monkeypatch):
 def test_which_kernels_tell_of_bad_ids(monkeypatch):
     stage = staging.Stage(shared().config, CPU, torch.float32)
     assert not stage._kernel_tells()
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "embedding", ("triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "embedding", ("triton", "aten", "reference"))
     triton = dispatch.backend_module("triton")
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     with dispatch.use_backend(embedding="triton"):

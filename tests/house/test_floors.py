@@ -39,7 +39,7 @@ ONLY = {"layers": ("runtime", "ops", "layers")}
 # Arrows up that are allowed, because the module is loaded by name when it is first needed: (file, module).
 # They lead to the backends of the table, and to what proves a kernel on the user's device.
 BY_NAME = {
-    ("fastbert/runtime/dispatch.py", "fastbert.backends"),
+    ("fastbert/runtime/namespaces.py", "fastbert.backends"),
     ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),
 }
 

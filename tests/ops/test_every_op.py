@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from tests.support.hostile.public_ops import FIXED, PUBLIC, TABLES
 from tests.support.inputs import name
 from tests.support.ops import LAYOUTS, serves
@@ -33,7 +34,7 @@ def served(ops):
     return [
         pytest.param(op, backend, id=f"{op}-{backend}")
         for op in ops
-        for backend in dispatch.TABLE["cpu"][table_op(op)]
+        for backend in TABLE["cpu"][table_op(op)]
         if serves(table_op(op), backend, torch.float32)
     ]
 

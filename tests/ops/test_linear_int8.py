@@ -13,6 +13,7 @@ from fastbert.backends.aten import linear_int8 as aten_int8
 from fastbert.ops.activation import ACTIVATIONS, activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, quantize_rows
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing.op_cases.linear_int8 import LinearInt8Case
 from tests.support.inputs import name
 from tests.support.ops import assert_compiled_is_eager
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ALL = [None, *ACTIVATIONS]
 BACKENDS = [
     b
-    for b in dispatch.TABLE["cpu"]["linear_int8"]
+    for b in TABLE["cpu"]["linear_int8"]
     if dispatch.unsupported_reason(b, "linear_int8", "cpu", None) is None
 ]
 # each backend as it is, and with panels where it has them

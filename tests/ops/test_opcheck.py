@@ -7,6 +7,7 @@ import torch
 
 from fastbert.ops.linear_fp8 import FP8
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import op_of
 from tests.support.hostile.custom_ops import OPS
 
 SHAPES = ("test_schema", "test_faketensor")
@@ -38,7 +39,7 @@ def variants(name, base, schema):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op, backend):
-    name = dispatch._op_of(op)
+    name = op_of(op)
     # its backward differentiates by autograd, which it cannot within a custom op
     untrained = op.startswith("pooling") and backend == "reference"
     if op == "pooling_bwd" and untrained:

@@ -15,6 +15,7 @@ from fastbert.ops.activation import ACTIVATIONS, activate_ref, slope_ref
 from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
 from fastbert.testing.op_cases import linear as linear_cases
 from fastbert.testing.op_cases.linear import LinearCase
@@ -51,7 +52,7 @@ def exact_gelu(monkeypatch):
 def aten_follows(emulated, monkeypatch):
     """The next backend after `cuda` is `aten`."""
     for op in ("linear", "feed_forward"):
-        monkeypatch.setitem(dispatch.TABLE["cpu"], op, ("cuda", "aten", "reference"))
+        monkeypatch.setitem(TABLE["cpu"], op, ("cuda", "aten", "reference"))
     monkeypatch.setattr(dispatch, "_resolved", {})
 
 

@@ -13,6 +13,7 @@ from fastbert.backends.cuda import linear as launchers
 from fastbert.ops.activation import ACTIVATIONS, GATES, activate_ref, gradient_ref, halves
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.cpu_truth import (
     HALF,
@@ -228,7 +229,7 @@ def test_every_schedule_returns_the_same_bits(emulated, linear, kernels_only, pl
 
 def test_the_next_backend_takes_the_rest(linear, monkeypatch):
     """Depths and backward's columns that are no multiple of 8; many rows where our products are slower."""
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cuda", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "linear", ("cuda", "aten", "reference"))
     monkeypatch.setattr(dispatch, "_resolved", {})
     x, weight, dy, pre = (
         randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((512, 16), (24, 16), (512, 12), (512, 24)))

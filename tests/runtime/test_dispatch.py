@@ -16,6 +16,7 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import linear_norm
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import ROWS, TABLE, call_kinds, rows_kind
 from fastbert.testing import serving
 from tests.support.fake_backends import FLOATS, fake_backend, run
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("clean_tables")
 
 FIRST = next(
     b
-    for b in dispatch.TABLE["cpu"]["linear"]
+    for b in TABLE["cpu"]["linear"]
     if dispatch.unsupported_reason(b, "linear", "cpu", torch.float32) is None
 )
 
@@ -51,17 +52,17 @@ def calls(monkeypatch):
 
 
 def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_reference():
-    for lines in dispatch.TABLE.values():
+    for lines in TABLE.values():
         assert {name for name in lines if " " not in name} == set(dispatch.OPS)
         for line, names in lines.items():
             assert line.split()[0] in dispatch.OPS
             kind = " ".join(line.split()[1:]).removesuffix("half").strip()
             words = kind.split()
-            assert kind == "" or words[-1] in ("activation", "gated", "relative", "training", *dispatch.ROWS)
+            assert kind == "" or words[-1] in ("activation", "gated", "relative", "training", *ROWS)
             assert words[:-1] in ([], ["activation"])
-            if words and words[-1] in dispatch.ROWS:
+            if words and words[-1] in ROWS:
                 # a call of fewer rows must not fall back to the line of all
-                assert all(line.replace(words[-1], word) in lines for word in dispatch.ROWS)
+                assert all(line.replace(words[-1], word) in lines for word in ROWS)
             assert names[-1] == "reference"
             assert set(names) <= set(dispatch.BACKENDS)
             # `proving.to_check` counts on it
@@ -74,21 +75,21 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
 def test_the_narrowest_line_counts(monkeypatch, calls):
     x, w = torch.ones(1, 2), torch.ones(3, 2)
     lines = {"linear": ("cpu", "aten", "reference"), "linear half": ("aten", "reference")}
-    monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
-    assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
-    assert dispatch.call_kinds("packing", "cpu") == ("",)
+    monkeypatch.setitem(TABLE, "cpu", lines | {"linear activation": ("reference",)})
+    assert call_kinds("linear", "cpu") == ("", "activation")
+    assert call_kinds("packing", "cpu") == ("",)
     kinds = "", "activation", "activation few", "activation some", "activation training", "training"
-    assert dispatch.call_kinds("linear", "cuda") == (*kinds[:5], "gated", kinds[5])
-    assert dispatch.call_kinds("attention", "cuda") == ("", "relative", "training")
+    assert call_kinds("linear", "cuda") == (*kinds[:5], "gated", kinds[5])
+    assert call_kinds("attention", "cuda") == ("", "relative", "training")
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
     assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
     # a call in training, or of few rows, has the line of one in inference where there is none of its own
     assert dispatch.ranking("linear_fwd activation few", "cpu", torch.float16) == ("reference",)
     assert dispatch.ranking("linear_fwd activation training", "cpu", torch.float16) == ("reference",)
     assert dispatch.ranking("linear_fwd training", "cpu", torch.float16) == ("aten", "reference")
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear activation training", ("cpu", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "linear activation training", ("cpu", "reference"))
     assert dispatch.ranking("linear_bwd activation training", "cpu", torch.float16) == ("cpu", "reference")
-    del dispatch.TABLE["cpu"]["linear activation training"]
+    del TABLE["cpu"]["linear activation training"]
     # a device without a table
     assert dispatch.ranking("linear_fwd", "xpu", torch.float16) == ("aten", "reference")
     linear(x.half(), w.half())
@@ -119,7 +120,7 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
 @pytest.mark.parametrize("training", [False, True])
 def test_few_rows_are_told_in_inference(noted, rows, word, training):
     asked = noted(dispatch, "_serving", lambda call, *rest: call)
-    assert dispatch.rows_kind(rows) == word
+    assert rows_kind(rows) == word
     x, w = torch.ones(rows, 1, 2, requires_grad=training), torch.ones(3, 2)
     linear(x, w, activation="relu")
     linear(x, w)
@@ -132,7 +133,7 @@ def test_few_rows_are_told_in_inference(noted, rows, word, training):
 
 def test_the_next_function_is_that_of_the_backend_behind(monkeypatch):
     """For calls that a kernel cannot take; neither a pin nor a self-check under way changes it."""
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "linear", ("cpu", "aten", "reference"))
     cpu_device, key = torch.device("cpu"), ("linear_fwd", "cpu", torch.device("cpu"), torch.float32)
     with dispatch.trial(linear="cpu"):
         assert dispatch.next_function("cpu", "linear_bwd", cpu_device, torch.float32) is aten.linear_bwd
@@ -141,13 +142,13 @@ def test_the_next_function_is_that_of_the_backend_behind(monkeypatch):
         assert dispatch._resolved[key] is aten.linear_fwd
     first = dispatch.next_function("aten", "linear_fwd activation", cpu_device, torch.float32)
     assert first is dispatch.backend_module(FIRST if FIRST != "aten" else "reference").linear_fwd
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu",))
+    monkeypatch.setitem(TABLE["cpu"], "linear", ("cpu",))
     with pytest.raises(dispatch.BackendError, match="no backend serves op 'linear'"):
         dispatch.next_function("cpu", "linear_fwd", cpu_device, torch.float16)
 
 
 def test_a_pin_holds_for_every_part_of_an_op(calls, monkeypatch):
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear activation", ("reference",))
+    monkeypatch.setitem(TABLE["cpu"], "linear activation", ("reference",))
     with dispatch.use_backend(linear="aten"):
         linear(torch.ones(1, 2), torch.ones(3, 2), activation="relu")
     assert calls == ["aten.linear_fwd"]
@@ -188,7 +189,7 @@ def test_the_table_of_gpus_trains_a_model(monkeypatch):
     from fastbert import BertModel, EncoderConfig
     from fastbert.backends import triton
 
-    monkeypatch.setitem(dispatch.TABLE, "cpu", dispatch.TABLE["cuda"])
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cuda"])
     if triton.available("cpu") is not None:
         pytest.skip(f"no interpreter here: {triton.available('cpu')}")
     served = []

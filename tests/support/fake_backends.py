@@ -8,7 +8,8 @@ import torch
 
 from fastbert.backends import aten
 from fastbert.ops.layer_norm import layer_norm
-from fastbert.runtime import dispatch
+from fastbert.runtime import dispatch, namespaces
+from fastbert.runtime.table import TABLE
 from fastbert.testing import proving, verdicts
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -23,8 +24,9 @@ def fake_backend(monkeypatch, name="triton", **functions):
     for key, value in functions.items():
         setattr(module, key, value)
     real = dispatch.backend_module
-    monkeypatch.setattr(dispatch, "backend_module", lambda n: module if n == name else real(n))
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", (name, "aten", "reference"))
+    for where in (dispatch, namespaces):
+        monkeypatch.setattr(where, "backend_module", lambda n: module if n == name else real(n))
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", (name, "aten", "reference"))
     dispatch._resolved.clear()
     return module
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -45,7 +46,7 @@ def serves(op: str, backend: str, dtype: torch.dtype | None = None) -> bool:
 
 def backends(op: str, dtype: torch.dtype | None = None) -> list[str]:
     """The backends that serve the op here; `dtype`: in this dtype."""
-    return [b for b in dispatch.TABLE["cpu"][op] if serves(op, b) and serves(op, b, dtype)]
+    return [b for b in TABLE["cpu"][op] if serves(op, b) and serves(op, b, dtype)]
 
 
 def served(op: str) -> list[tuple[str, torch.dtype]]:

@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from fastbert import testing
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing import triton_interpreter, verdicts
 from tests.support.triton_sanitizer import lazy_rows
 
@@ -61,7 +62,7 @@ def fuzz_tests(check: Callable, drawn: SearchStrategy, few: int, many: int) -> t
 
 def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> None:
     """Make these the backends of `op` on this device, best first, and forget all verdicts."""
-    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], op, backends)
+    monkeypatch.setitem(TABLE[DEVICE.type], op, backends)
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(verdicts, "found", {})
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bench.lib import proven
-from fastbert.runtime import dispatch, loader
+from fastbert.runtime import dispatch, loader, namespaces
+from fastbert.runtime.table import TABLE
 from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
@@ -65,7 +66,7 @@ def test_what_is_known_is_not_checked(table, cache, monkeypatch, outcome):
 
 def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
     for line in ("layer_norm", "layer_norm training"):
-        monkeypatch.setitem(dispatch.TABLE["cpu"], line, ("triton", "aten", "reference"))
+        monkeypatch.setitem(TABLE["cpu"], line, ("triton", "aten", "reference"))
     table(times=TIMES)
     assert served_by() == "triton"
     assert served_by("training") == "aten"
@@ -78,7 +79,7 @@ def test_its_times_decide_which_calls_it_serves(table, monkeypatch):
 
 def test_another_kernel_is_timed_beside_it(table, monkeypatch):
     table()
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
     case = error_rule.bench_cases("layer_norm", (5,))[0]
     assert speed._next("cuda", case, CPU, torch.float32, False) == "triton"
 
@@ -209,7 +210,8 @@ def test_what_is_known_of_each_kernel(table, monkeypatch):
 
     real = {"triton": triton, "cuda": cuda}
     before = dispatch.backend_module
-    monkeypatch.setattr(dispatch, "backend_module", lambda name: real.get(name) or before(name))
+    for where in (dispatch, namespaces):
+        monkeypatch.setattr(where, "backend_module", lambda name: real.get(name) or before(name))
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
     monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))

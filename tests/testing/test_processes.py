@@ -16,6 +16,7 @@ import torch
 from fastbert.backends import aten
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing import checking, proving, serving, verdict_keys, verdicts
 from fastbert.testing.verdict_keys import Unit
 from fastbert.testing.verdicts import Verdict
@@ -129,7 +130,7 @@ def two_ops(monkeypatch):
     module = fake_backend(monkeypatch)
     module.DTYPES = dict.fromkeys(("layer_norm", "linear"), (torch.float32, torch.bfloat16))
     module.linear_fwd, module.linear_bwd = aten.linear_fwd, aten.linear_bwd
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "linear", ("triton", "aten", "reference"))
 
 
 def use_linear():

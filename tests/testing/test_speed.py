@@ -13,6 +13,7 @@ from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import ROWS, TABLE, rows_kind
 from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.device_time import Sample
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
@@ -178,7 +179,7 @@ def both_kernels(monkeypatch, clock, cuda, triton):
     for name, ms in (("triton", triton), ("cuda", cuda)):
         passes = {each: clock.lasting(REAL[each], ms * 1e-3) for each in REAL}
         fake_backend(monkeypatch, name, **passes)
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
     checked, check = [], checking.check
     monkeypatch.setattr(
         checking, "check", lambda unit, *args: (checked.append(unit.backend), check(unit, *args))[1]
@@ -262,9 +263,9 @@ def attention_kernels(monkeypatch, clock, cuda, triton):
             noting = lambda *args, call=(name, launcher), f=lasting: served.append(call) or f(*args)  # noqa: E731
             setattr(module, launcher, noting)
     ranking = ("cuda", "triton", "aten", "reference")
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "attention", ranking)
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "attention training", ranking)
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "attention", ranking)
+    monkeypatch.setitem(TABLE["cpu"], "attention training", ranking)
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", ("aten", "reference"))
     return served
 
 
@@ -378,9 +379,9 @@ def few_rows_kernel(monkeypatch, clock, op, milliseconds, aten_ms=1.0):
     module.DTYPES = {op: FLOATS}
     setattr(module, launcher, fwd)
     kind = " activation" if op == "linear" else ""
-    for line in (f"{op}{kind}", *(f"{op}{kind} {word}" for word in dispatch.ROWS)):
-        monkeypatch.setitem(dispatch.TABLE["cpu"], line, ("triton", "aten", "reference"))
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("aten", "reference"))
+    for line in (f"{op}{kind}", *(f"{op}{kind} {word}" for word in ROWS)):
+        monkeypatch.setitem(TABLE["cpu"], line, ("triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", ("aten", "reference"))
     monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4)))
     return module
 
@@ -402,7 +403,7 @@ def test_a_kernel_may_serve_for_some_numbers_of_rows_alone(monkeypatch, clock, f
             linear(x, w, activation="gelu")
             served[rows] = "triton" if ms < 1 else "aten"
             assert clock.now - before == pytest.approx(min(ms, 1.0) * 1e-3)
-            call = f"linear_fwd activation{dispatch.rows_kind(rows)}"
+            call = f"linear_fwd activation{rows_kind(rows)}"
             assert serving_now(call) == served[rows]
         # once more by the verdict on disk
         next_process()
@@ -427,9 +428,9 @@ def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
     few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 2.4 if rows <= 32 else 2.6, aten_ms=9.0)
     monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4), (700,)))
     monkeypatch.setattr(aten, "linear_fwd", clock.lasting(LINEAR["linear_fwd"], 1.5e-3))
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "linear", ("aten", "reference"))
     for rows, pays in ((32, True), (33, False), (200, False)):
-        kind = f"linear_norm_fwd{dispatch.rows_kind(rows)}"
+        kind = f"linear_norm_fwd{rows_kind(rows)}"
         expected = "triton" if pays else "aten"
         assert serving_now(kind) == expected, rows
     found = verdict_of("triton", "linear_norm")
@@ -443,7 +444,7 @@ def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
 def test_what_an_op_stands_for_is_checked_before_it(monkeypatch, clock):
     module = few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 1.0)
     module.DTYPES = {"linear_norm": FLOATS, "layer_norm": FLOATS}
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
+    monkeypatch.setitem(TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
     unit, norm = (Unit(op, "triton", torch.float32) for op in ("linear_norm", "layer_norm"))
     assert (proving._lower(unit, CPU), proving._lower(norm, CPU)) == ([norm], [])
     verdicts.store(verdict_keys.key_of(Unit("layer_norm", "triton", torch.float32), CPU), Verdict(None))

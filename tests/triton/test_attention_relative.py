@@ -10,6 +10,7 @@ from fastbert.ops.attention import AttentionNeeds, attention
 from fastbert.ops.attention_inputs import Window
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from tests.support.attention_calls import made
 from tests.support.triton_attention_inputs import at_strides, randn
 from tests.support.triton_fixtures import (
@@ -256,7 +257,7 @@ def test_which_calls_get_a_dense_bias(monkeypatch):
 def test_calls_with_scores_are_ranked_apart(monkeypatch):
     """Where a backend ranks first that does not read them, such calls take the next one's kernel."""
     lines = {"attention": ("aten", "triton", "reference"), "attention relative": ("triton", "reference")}
-    monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE[DEVICE.type] | lines)
+    monkeypatch.setitem(TABLE, DEVICE.type, TABLE[DEVICE.type] | lines)
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(dispatch, "SELF_CHECKED", ())
     calls, original = [], backend.attention_fwd

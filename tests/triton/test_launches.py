@@ -20,6 +20,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops import attention as attention_op
 from fastbert.ops import attention_places as places_op
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import TABLE
 from fastbert.testing import proving
 from tests.support.layer_calls import through
 from tests.support.triton_fixtures import DEVICE, HALF, interpreted, kernels_of
@@ -54,7 +55,7 @@ def counted(monkeypatch, request):
     """The table of GPUs serves this device, all kernels are proven, and launches are counted."""
     monkeypatch.setattr(launchers, "on_gpu", lambda device: request.param == "directly")
     monkeypatch.setattr(gpu, "serves", lambda x, call: "its kernels are CUDA's")
-    monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
+    monkeypatch.setitem(TABLE, DEVICE.type, TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "is_proven", lambda *unit: True)
     joined = linear_layers.FLOAT._replace(joins=lambda x, modules: True)  # as on a GPU

@@ -16,9 +16,9 @@ from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.encoder_layer import FusedLayer
-from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
+from fastbert.runtime.plain import plain
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20

@@ -16,9 +16,9 @@ from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.checks import as_dtype
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
-from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
+from fastbert.runtime.plain import plain
 from fastbert.runtime.processor import amd_family
 
 DTYPES = STORED

@@ -12,9 +12,9 @@ from torch import Tensor
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES, GATE_CODES
 from fastbert.ops.linear_int8 import LinearInt8Inputs
-from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
+from fastbert.runtime.plain import plain
 
 DTYPES = STORED
 

@@ -11,6 +11,7 @@ from fastbert.ops import attention as attention_op
 from fastbert.ops import attention_places as places_op
 from fastbert.ops.attention_inputs import EVERYWHERE
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import op_of
 from tests.support.hostile.fences import fenced_outputs
 from tests.support.hostile.values import (
     BATCH,
@@ -355,7 +356,7 @@ def try_ops(tried):
             return fenced_call(tried.fence, function, {**base, **change})
 
         for backend in op.backends:
-            if dispatch.unsupported_reason(backend, dispatch._op_of(name), "cpu", torch.float32) is not None:
+            if dispatch.unsupported_reason(backend, op_of(name), "cpu", torch.float32) is not None:
                 continue
             with dispatch.use_backend(backend):
                 told = f"{name} by {backend}"
