@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastbert.layers import block_sparse, disentangled, elimination, global_tokens
 from fastbert.layers.asked import Asked
+from fastbert.layers.bands import packed_bands
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.form import LayerForm, Parts
 from fastbert.layers.patterns import Rows
@@ -103,7 +104,7 @@ def _with_all(
         found = attended(parts, q, k, v, batch, asked, bias, gate, scale, window, relative)
     context, probs = found if asked.probabilities else (found, None)
     if probs is not None and form.global_tokens:
-        probs = global_tokens.packed_bands(form, probs, batch, x.shape[0])
+        probs = packed_bands(form, probs, batch, x.shape[0])
     if heads is not None:
         rows = Rows.of(batch.cu_seqlens, x.shape[0], batch.max_seqlen)
         context = heads.joined(context, values, rows, asked.gate)

@@ -34,7 +34,7 @@ def layer(
 ) -> tuple[Tensor, Tensor | None]:
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
-    Those of a layer that may have global tokens are (total, nheads, width); see `global_tokens.bands`.
+    Those of a layer that may have global tokens are (total, nheads, width); see `bands.py`.
     With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens). With `asked.first_only` see
     `first_token.layer`.
     """

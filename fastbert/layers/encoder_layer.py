@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastbert.layers import bottleneck, disentangled, encoder, first_token, global_tokens
 from fastbert.layers.asked import NOTHING_MORE, Asked
+from fastbert.layers.bands import bands
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.block_sparse import BlockSparseAttention
 from fastbert.layers.disentangled import DisentangledAttention
@@ -369,5 +370,5 @@ class EncoderLayer(PackedLayer):
         y, probs = self.by_modules(hidden, batch, **given)
         if output_attentions and probs is not None and self.form.global_tokens:
             flags = None if grid is None or grid.globals is None else grid.globals.flags
-            probs = global_tokens.bands(self.form, probs, flags)
+            probs = bands(self.form, probs, flags)
         return (y, probs) if output_attentions else y
