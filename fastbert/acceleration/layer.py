@@ -18,7 +18,8 @@ from fastbert.acceleration.watching import HARMLESS, exporting, uncompiled
 from fastbert.execution.call import Call
 from fastbert.execution.plan import run as run_layers
 from fastbert.execution.plan import survey
-from fastbert.layers import encoder
+from fastbert.layers import dense_norm, pre_norm
+from fastbert.layers.asked import NOTHING_MORE
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.form import LayerForm, Parts
@@ -175,7 +176,8 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
                 # transformers' attention takes them in another order
                 attended = self.attend_by_modules(hidden_states, **given)[0]
             self.begin(rows)
-            out = encoder.after_attention_block(self.form, self.parts(), attended.reshape(rows.shape), packed)
+            feed = (pre_norm if form.pre_norm else dense_norm).feed_forward
+            out = feed(self.form, self.parts(), attended.reshape(rows.shape), packed, NOTHING_MORE)
         out = out.reshape(hidden_states.shape)
         return (out, *[None] * (stock.tuple_size - 1)) if stock.tuple_size else out
 

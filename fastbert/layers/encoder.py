@@ -35,9 +35,10 @@ def layer(
     """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
     Those of a layer that may have global tokens are (total, nheads, width); see `bands.py`.
-    With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens). With `asked.first_only` see
-    `first_token.layer`.
+    With `asked.kept` it returns ((kept, hidden), the rows of the kept tokens). `first_token.layer` takes
+    `asked.first_only`.
     """
+    assert not asked.first_only
     if parts.int8:
         parts = parts.as_multiplied(form.names)
     context, more = attend(form, parts, x, batch, asked)
@@ -55,8 +56,6 @@ def after_attention(
         x: (rows, hidden), the layer's input.
         context: (rows, nheads, headdim) or (rows, nheads · headdim), the output of attention.
     """
-    if parts.int8:
-        parts = parts.as_multiplied(form.names)
     if form.pre_norm:
         return pre_norm.rest_of_pre_norm(form, parts, x, context, batch, asked)
     if form.bottleneck is not None:
@@ -69,11 +68,3 @@ def after_attention(
     if asked.taps is not None:
         x, rounds = asked.taps.attended(asked.number, x, batch), None
     return feed_forward(form, parts, x, batch, asked, rounds[0] if rounds else None)
-
-
-def after_attention_block(form: LayerForm, parts: Parts, x: Tensor, batch: PackedBatch) -> Tensor:
-    """The layer's output from that of its attention block, (rows, hidden)."""
-    if parts.int8:
-        parts = parts.as_multiplied(form.names)
-    feed = pre_norm.feed_forward if form.pre_norm else feed_forward
-    return feed(form, parts, x, batch, NOTHING_MORE)

@@ -19,6 +19,8 @@ import fastbert
 from fastbert.acceleration.layer import AcceleratedLayer
 from fastbert.acceleration.layer_gaps import int8_gap
 from fastbert.backends.cpu import sizes
+from fastbert.layers.asked import Asked
+from fastbert.layers.batch import PackedBatch
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
 from fastbert.sentences.encoder import SentenceEncoder
@@ -91,6 +93,14 @@ def test_every_family_equals_our_own_model_quantised(name):
     # A gated block multiplies two rounded halves
     alike(out, full, kept, 0.99 if name in BERT_LAYERS else 0.95)
     assert all(runs(fast))
+
+
+def test_first_tokens_alone():
+    layer, batch = submodule(int8(), LAST), PackedBatch(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
+    x = torch.randn(12, layer.output.dense.out_features)
+    with torch.no_grad():
+        whole, first = layer(x, batch)[0], layer(x, batch, Asked(first_only=True))[0]
+    close(first, whole[[0, 5]], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32], ids=str)

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 
-from fastbert.execution import eager
-from fastbert.layers import encoder
+from fastbert.layers import encoder, first_token
 from fastbert.layers.modules import part
 from fastbert.training.parallel import Parallel
 from tests.compression.test_shrink import CUT, inputs_of
@@ -89,11 +88,15 @@ def test_skipped_layers_are_not_computed(monkeypatch, gradients, recompute):
     ours, inputs, numbers = deep("bert"), inputs_of("bert"), []
     layers = {id(layer): i for i, layer in enumerate(ours.base_model.layer_list())}
 
-    def noted(form, parts, *args, **kwargs):
-        numbers.append(layers[id(parts.owner)])
-        return encoder.layer(form, parts, *args, **kwargs)
+    def noting(layer):
+        def noted(form, parts, *args, **kwargs):
+            numbers.append(layers[id(parts.owner)])
+            return layer(form, parts, *args, **kwargs)
 
-    monkeypatch.setattr(eager, "encoder", type("", (), {"layer": staticmethod(noted)}))
+        return noted
+
+    for module in (encoder, first_token):
+        monkeypatch.setattr(module, "layer", noting(module.layer))
     if recompute:
         ours.gradient_checkpointing_enable()
     ours.layerdrop = 0.4
