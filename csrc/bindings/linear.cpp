@@ -265,6 +265,29 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
     return !refused;
 }
 
+// The same kernel's product with an activation's derivative
+bool cuda_slope_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
+                        std::int64_t a_stride, Address b, std::int64_t b_stride, int activation, bool exact,
+                        Address slope_at, Address c, Address sums, int blocks, int device,
+                        std::uintptr_t stream) {
+    check_gated(rows, columns, depth, 0);
+    LinearProduct args = {};
+    args.dtype = dtype_of(dtype);
+    args.layout = Layout::kInputs;
+    args.rows = rows, args.columns = columns, args.depth = depth;
+    args.a = pointer(a), args.a_stride = a_stride;
+    args.b = pointer(b), args.b_stride = b_stride;
+    args.activation = activation_of(activation), args.exact = exact;
+    args.slope_at = pointer(slope_at), args.c = pointer(c), args.sums = pointer<float>(sums);
+    check_rows("a", args.a, rows, depth, a_stride);
+    check_rows("b", args.b, depth, columns, b_stride);
+    check_given("slope_at", args.slope_at, rows);
+    check_given("c", args.c, rows);
+    bool refused = false;
+    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
+    return !refused;
+}
+
 void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
                    int activation, bool exact, Address g, Address sums, std::int64_t parts, int gate,
                    int device, std::uintptr_t stream) {
@@ -331,6 +354,7 @@ void bind_linear(py::module_& m) {
     });
     constexpr const char* kRan = "Whether it ran: the driver may refuse a tensor map";
     m.def("cuda_linear_hopper_product", &cuda_hopper_product<cuda_linear_hopper_product>, kRan);
+    m.def("cuda_linear_slope_product", &cuda_slope_product, kRan);
     m.def("cuda_linear_cluster_product", &cuda_hopper_product<cuda_linear_cluster_product>, kRan);
     m.def("cuda_linear_gradient", &cuda_gradient);
     m.def("cuda_linear_add_sums", &cuda_add_sums);

@@ -48,7 +48,7 @@ LinearPlan cuda_linear_plan(Layout layout, std::int64_t rows, std::int64_t colum
 // Floats of scratch: for the parts, and for activations that only the second kernel has.
 std::int64_t cuda_linear_partial(std::int64_t rows, std::int64_t columns, int parts, Activation activation,
                                  bool exact, Gate gate);
-// Rows of `sums`.
+// Rows of `sums`, except for cuda_linear_hopper_product.
 static inline constexpr std::int64_t cuda_linear_sums(std::int64_t rows) { return (rows + 63) / 64; }
 
 struct LinearGradient {
@@ -78,9 +78,10 @@ bool cuda_linear_takes_hopper(std::int64_t rows, std::int64_t columns, std::int6
 // All return nullptr, or the text of the error. Nothing waits for the device.
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
 // By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU
-// that is not exact, GELU-tanh, or with a gate also SiLU, without a residual. columns are a multiple of 8, c
-// and pre lie on 16 bytes and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the
-// driver refuses a tensor map, nothing runs and `refused` is true.
+// that is not exact, GELU-tanh, or with a gate also SiLU, without a residual; or with slope_at and kInputs,
+// where `sums` has 4 rows per 128 rows of c. columns are a multiple of 8, c, pre and slope_at lie on
+// 16 bytes and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`. Where the driver refuses a
+// tensor map, nothing runs and `refused` is true.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused);
 // By clusters of the kernel for compute capability 9.0 that few rows fill (linear_cluster_hopper.cu): forward

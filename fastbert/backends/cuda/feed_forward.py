@@ -17,6 +17,9 @@ from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
 from fastbert.runtime import dispatch
 
 DTYPES = linear.DTYPES
+# On compute capability 9.0 the gradient between the products by `linear.slope_product`. Off until
+# `bench/gpu/queue/training_step.py` has timed it.
+SLOPE_PRODUCTS = False
 
 
 def inner_gradient(
@@ -29,8 +32,13 @@ def inner_gradient(
 ) -> tuple[Tensor, Tensor]:
     """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue.
 
-    With tensor cores that our products do not fill, PyTorch's product and a pass over it are faster.
+    With tensor cores that `linear.product` does not fill, PyTorch's product and a pass over it are faster.
     """
+    taken = (dy, down_weight, None, activation, None, linear.INPUTS)
+    if plan is None and SLOPE_PRODUCTS and linear.hopper_serves(*taken):
+        found = linear.slope_product(dy, down_weight, pre, activation, need_dbias)
+        if found is not None:
+            return found
     if plan is None and device.has_group_products(dy.device):
         return linear.gradient(dy @ down_weight, pre, activation, True, need_dbias)
     rows, out = dy.shape

@@ -112,16 +112,21 @@ def product(
 
 
 def hopper_serves(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, gated: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: str | None = None,
+    layout: int = FORWARD,
 ) -> bool:
-    """Whether `hopper_product` takes this call; x and weight lie in chunks."""
-    columns = weight.shape[0] if gated is None else weight.shape[0] // 2
+    """Whether `hopper_product` takes this call, with INPUTS `slope_product`; x and weight lie in chunks."""
+    columns = weight.shape[1 if layout == INPUTS else 0] // (1 if gated is None else 2)
     return (
         device.extension.cuda_linear_takes_hopper(
             *(x.shape[0], columns, x.shape[1], CODES[activation], EXACT_GELU, GATE_CODES[gated])
         )
         # a tensor map has no rows that overlap
-        and min(_row_stride(x), _row_stride(weight)) >= x.shape[1]
+        and all(_row_stride(m) >= m.shape[1] for m in (x, weight))
         and (bias is None or address(bias) % 4 == 0)
         and device.is_hopper(x.device)
     )
@@ -158,6 +163,34 @@ def hopper_product(
         sizes = rows, b_columns, x.shape[1]
         return product(FORWARD, sizes, x, weight, bias, activation, save=save, gated=gated)
     return c, pre
+
+
+def slope_product(
+    dy: Tensor,
+    weight: Tensor,
+    slope_at: Tensor,
+    activation: str | None,
+    need_sums: bool,
+    blocks: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """(c = (dy weight) act'(slope_at), its column sums) as `hopper_product` makes products.
+
+    None where the driver refuses a tensor map.
+    """
+    (rows, depth), columns = dy.shape, weight.shape[1]
+    c = dy.new_empty(rows, columns)
+    # one row per warp of a tile of 128
+    sums = dy.new_empty((-(-rows // 128) * 4, columns) if need_sums else 0, dtype=torch.float32)
+    with on(dy.device):
+        served = device.extension.cuda_linear_slope_product(
+            *(DTYPE_CODES[dy.dtype], rows, columns, depth),
+            *(address(dy), _row_stride(dy), address(weight), _row_stride(weight)),
+            *(CODES[activation], False, address(slope_at), c.data_ptr(), sums.data_ptr()),
+            *(device.multiprocessors(dy.device) if blocks is None else blocks, *device.place(dy.device)),
+        )
+    if not served:
+        return None
+    return c, add_sums(sums, dy) if need_sums else dy.new_empty(0)
 
 
 def add_sums(sums: Tensor, like: Tensor) -> Tensor:
