@@ -9,7 +9,7 @@ from fastbert import testing
 from fastbert.backends.cuda import device, feed_forward
 from fastbert.backends.cuda import linear as launchers
 from fastbert.ops.activation import CODES, slope_ref
-from fastbert.testing.op_cases.feed_forward import FeedForwardCase
+from fastbert.testing.op_cases.feed_forward import ON_GPU, FeedForwardCase
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 from tests.support.cuda_draws import whole_numbers
 
@@ -163,6 +163,13 @@ def test_error_rule(emulated, slope_products, case, dtype):
     rows = testing.run_case(case, "cuda", dtype)
     assert [(r.quantity, r.reason) for r in rows if not r.passed] == []
     assert served(emulated)
+
+
+def test_self_checks_reach_it_with_several_tiles_per_block():
+    """On 132 multiprocessors, both groups of warps have a tile and the ring turns."""
+    taken = [c for c in ON_GPU if c.activation == "gelu" and c.rows >= 512 and c.out >= 256]
+    sizes = [(-(-c.rows // 128) * -(-c.inner // 192), -(-c.out // 64)) for c in taken]
+    assert any(tiles > 132 and 2 * steps > 4 for tiles, steps in sizes)
 
 
 def test_which_calls_it_serves(emulated, slope_products, monkeypatch):

@@ -10,11 +10,16 @@ encoder's forward and backward from CUDA graphs (fastbert/graphs/training.py), a
 dropout: the number of bit-equal ones, the number in all, and the largest distance over the norm. `wall_ms` is
 a step of 10 without a wait between them, median of 5; `alone_ms` is one step, `busy_ms` its kernels. A CPU
 has no graph.
+
+First the gradient between the products of a feed-forward block: the error rule where one kernel makes it,
+then its time at the sizes of both models, by cuBLAS and a pass (`pass`) and by one kernel (`kernel`). If the
+kernel is faster at both, SLOPE_PRODUCTS of fastbert/backends/cuda/feed_forward.py is to be True.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import sys
@@ -32,14 +37,53 @@ from bench.gpu import breakdown, groups
 from bench.lib import served, training, workloads
 from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
+from fastbert import testing
+from fastbert.backends.cuda import feed_forward as by_cuda
 from fastbert.execution import eager
 from fastbert.graphs.training import encoders_of, serving
 from fastbert.ops import feed_forward
 from fastbert.ops import linear as ops_linear
+from fastbert.ops.activation import slope_ref
 from fastbert.pretraining.objectives.masked import MaskedLosses
+from fastbert.testing.op_cases.feed_forward import ON_GPU, SMALL
 
 STEPS, RUNS, WARMUPS, CLIP = 10, 5, 3, 1.0
 WAYS = {"fastbert": ("cast", "free", "recorded"), "transformers": ("norm", "free")}
+# rows, columns of dy and of the inner layer
+BETWEEN = {"base": (16384, 768, 3072), "large": (24576, 1024, 4096)}
+
+
+def by_slopes(serve: bool) -> contextlib.AbstractContextManager:
+    """Whether one kernel makes the gradient between two products here."""
+    return mock.patch.object(by_cuda, "SLOPE_PRODUCTS", serve)
+
+
+def plain_gradient(dy: torch.Tensor, weight: torch.Tensor, pre: torch.Tensor, activation: str, _: bool):
+    """For a CPU."""
+    g = (dy @ weight) * slope_ref(pre, activation)
+    return g, g.sum(0)
+
+
+def between(device: torch.device) -> Iterator[dict]:
+    """The gradient between two products: the error rule per dtype, then a row per size and way."""
+    tiny = device.type == "cpu"
+    for dtype in (torch.bfloat16, torch.float16):
+        with by_slopes(True):
+            runs = {
+                repr(case): testing.run_case(case, "aten" if tiny else "cuda", dtype, device)
+                for case in (SMALL if tiny else ON_GPU)
+            }
+        failed = [case for case, found in runs.items() if not all(row.passed for row in found)]
+        status = {"status": "failed", "error": ", ".join(failed)} if failed else {"status": "ok"}
+        yield {"name": f"between-check-{str(dtype).removeprefix('torch.')}", "cases": len(runs), **status}
+    for name, (rows, out, inner) in ({"tiny": (40, 16, 24)} if tiny else BETWEEN).items():
+        shapes = (rows, out), (out, inner), (rows, inner)
+        given = [torch.randn(*shape, device=device).bfloat16() for shape in shapes]
+        call = functools.partial(plain_gradient if tiny else by_cuda.inner_gradient, *given, "gelu", True)
+        ways = {way: functools.partial(by_slopes, way == "kernel") for way in ("pass", "kernel")}
+        timed = interleave(dict.fromkeys(ways, call), device, within=ways, samples=(10, 100))
+        for way, timing in timed.items():
+            yield {"name": f"between-{name}-{way}", "status": "ok", "candidate": way, **timing.facts()}
 
 
 @contextlib.contextmanager
@@ -134,6 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     """Measure both models by both."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     device, left, report = torch.device(args.device), groups.timer(args), groups.begun(args, line)
+    try:
+        for row in between(device):
+            report.row({"step": "training_step", **row})
+    except Exception as error:
+        report.row({"step": "training_step", "name": "between", "status": "error", "error": reason_of(error)})
     for who, name in itertools.product(("fastbert", "transformers"), ("base", "large")):
         head = {"step": "training_step", "name": f"{who}-{name}"}
         try:

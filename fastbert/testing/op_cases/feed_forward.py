@@ -77,7 +77,7 @@ class FeedForwardCase(Case):
 SMALL = [FeedForwardCase(5, 24, 40, 16), FeedForwardCase(3, 17, 9, 11, "relu", bias=False)]
 # the rows and columns of op_cases/linear.py: one of these has the largest tiles on every GPU
 ON_GPU = [
-    FeedForwardCase(2000, 264, 2000, 200),
+    FeedForwardCase(2000, 264, 2000, 264),
     FeedForwardCase(1500, 200, 2000, 200),
     FeedForwardCase(1000, 200, 2000, 96, "gelu_tanh"),
     FeedForwardCase(700, 136, 2000, 200, "silu", bias=False),
