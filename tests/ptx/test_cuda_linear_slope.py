@@ -12,6 +12,7 @@ from fastbert.ops.activation import CODES, slope_ref
 from fastbert.testing.op_cases.feed_forward import ON_GPU, FeedForwardCase
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 from tests.support.cuda_draws import whole_numbers
+from tests.support.triton_attention_inputs import at_strides
 
 pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 
@@ -117,6 +118,16 @@ def test_rows_among_poison(emulated, gap):
     truth = (dy.double() @ weight.double()) * slope_ref(pre.double(), "gelu_tanh")
     assert_rounds_to(c, truth, 64)
     assert_rounds_to(sums, truth.sum(0), 256)
+
+
+def test_offsets_beyond_2_to_31_elements(emulated):
+    dy, weight, pre = (randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((3, 8), (8, 16), (3, 16))))
+    near = call(emulated, dy, weight, pre, "gelu", True, 1)
+    far = call(
+        emulated, at_strides(dy, 2**30 + 8, 1), at_strides(weight, 2**30 + 16, 1), pre, "gelu", True, 1
+    )
+    assert_same_bits(far[0], near[0])
+    assert_same_bits(far[1], near[1])
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
