@@ -193,18 +193,8 @@ def _layer(layer, x, batch, known: Checked, taken: Taken, arrivals: list[Tensor]
     qkv_weight, qkv_bias = joined_weights(layer, parameters[0:6:2], parameters[1:6:2], dtype)
     qkv = product(LinearInputs(x, qkv_weight, qkv_bias), False)[0]
     q, k, v = qkv.view(rows, 3, form.nheads, form.head_dim).unbind(1)
-    inputs = AttentionInputs(
-        *(
-            q,
-            k,
-            v,
-            batch.cu_seqlens,
-            batch.max_seqlen,
-            form.head_dim**-0.5,
-            CAUSAL if batch.causal else EVERYWHERE,
-        ),
-        *(known.bias, None, 0.0, None, 0),
-    )
+    how = batch.cu_seqlens, batch.max_seqlen, form.head_dim**-0.5, CAUSAL if batch.causal else EVERYWHERE
+    inputs = AttentionInputs(q, k, v, *how, known.bias, None, 0.0, None, 0)
     attend = dispatch.launcher("attention_fwd", device, dtype)
     context = attend(inputs, False, False, known.table)[0].view(rows, -1)
     x = _dense_norm(product, context, out_weight, out_bias, x, norm_weight, norm_bias, eps, arrivals)

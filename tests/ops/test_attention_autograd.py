@@ -11,9 +11,25 @@ from fastbert.backends.aten import attention as aten_attention
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
 from fastbert.ops.attention_inputs import CAUSAL
+from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from tests.support.attention_inputs import DOUBLE, PLAIN, assert_near, grads_of, qkv, serving
 from tests.support.inputs import ends_of
 from tests.support.ops import assert_equal
+
+
+@pytest.mark.parametrize("option", ["", "positions", "return_probs"])
+def test_scores_of_distances_equal_their_dense_bias(option):
+    """Also where the serving backend does not read them, or the reference computes probabilities."""
+    given, table = qkv(7, 2, 3), torch.randn(2, 9, requires_grad=True)
+    places = torch.tensor([[0, 2, 3, 4], [0, 1, 4, 5]]) if option == "positions" else None
+    relative = RelativeScores(torch.arange(9, dtype=torch.int32), bias=table, positions=places)
+    found = []
+    for scores in ({"relative": relative}, {"bias": dense_scores(relative, None, 4, given[0])}):
+        out = attention(*given, ends_of([4, 3]), 4, return_probs=option == "return_probs", **scores)
+        out = out if torch.is_tensor(out) else out[1]
+        found.append((out, *torch.autograd.grad(out.square().sum(), (*given[:2], table))))
+    for own, dense in zip(*found, strict=True):
+        torch.testing.assert_close(own, dense, rtol=1e-5, atol=1e-6)
 
 
 def test_probs_are_differentiable_and_lse_is_not():
