@@ -29,8 +29,7 @@ def _attend(
     """x and attention's output at the rows `packing.starts`: (batch, hidden), (batch, nheads · head_dim)."""
     starts = packing.starts(batch.cu_seqlens, x.shape[0])
     first = x.index_select(0, starts)
-    plain = not (form.rotary or form.relative or form.window or form.packed or form.bottleneck)
-    if not plain or batch.lengths is not None or form.heads is not None or form.nheads == 0:
+    if form.kinds - {"gated"} or form.nheads == 0 or batch.lengths is not None:
         return first, attention.attend(form, parts, x, batch, asked)[0].index_select(0, starts).flatten(1)
     key, value, kind = parts.key, parts.value, parts.kind
     shape, scale = (-1, form.nheads, form.head_dim), form.softmax_scale

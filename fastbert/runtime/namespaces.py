@@ -21,11 +21,6 @@ def backend_module(name: str) -> ModuleType:
     return importlib.import_module(f"fastbert.backends.{name}")
 
 
-def backends_for(op: str, device: str) -> tuple[str, ...]:
-    """All backends that have `op`, whether or not the table serves them on `device`."""
-    return tuple(name for name in BACKENDS if unsupported_reason(name, op, device, None) is None)
-
-
 def has_backward(name: str, op: str) -> bool:
     """Whether backend `name` differentiates `op`."""
     return hasattr(backend_module(name), f"{op}_bwd")

@@ -12,12 +12,13 @@ from fastbert.backends import aten
 from fastbert.backends.aten import attention as aten_attention
 from fastbert.backends.triton.device import kernels
 from fastbert.runtime import dispatch
-from fastbert.runtime.namespaces import backends_for
 from fastbert.testing.op_cases.attention import AttentionCase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = tuple(
-    b for b in backends_for("attention", "cpu") if dispatch.has_backward(b, "attention")
+    b
+    for b in dispatch.BACKENDS
+    if dispatch.unsupported_reason(b, "attention", "cpu", None, "attention_bwd") is None
 )  # one without a backward has a test file of its own
 # "grid" is what `aten` runs on devices other than the CPU; being plain PyTorch, it can be tested here.
 DOUBLE = ("reference", "aten", "grid")
