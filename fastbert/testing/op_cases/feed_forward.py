@@ -82,6 +82,7 @@ ON_GPU = [
     FeedForwardCase(1000, 200, 2000, 96, "gelu_tanh"),
     FeedForwardCase(700, 136, 2000, 200, "silu", bias=False),
     FeedForwardCase(1000, 200, 1000, 200),
+    FeedForwardCase(2000, 200, 2000, 264, "gelu_tanh"),
 ]
 CASES = [
     *SMALL,
