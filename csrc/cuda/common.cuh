@@ -64,11 +64,12 @@ __device__ __forceinline__ void widen_pack(const Pack<T>& pack, float* out) {
 
 inline bool aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
 
-// --- sums over the lanes of a warp: every lane gets the same bits ---
+// --- sums over the lanes of a warp, or over kLanes side by side: each of them gets the same bits ---
 
-__device__ __forceinline__ float warp_sum(float x) {
+template <int kLanes = kWarp>
+__device__ __forceinline__ float warp_sum(float x, unsigned lanes = kAllLanes) {
 #pragma unroll
-    for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(kAllLanes, x, lane);
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(lanes, x, lane);
     return x;
 }
 

@@ -5,7 +5,8 @@
 //            y = norm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
 // Launches   Seven per layer, or eight where an activation is a pass of its own. Nothing waits for the host's
 //            Python, which takes longer than the device does for a short text. On compute capability 9.0 few
-//            rows have products of our own, and their kernels are chained (common.cuh).
+//            rows have products of our own, which norm their rows: five per layer, and the last norm. Their
+//            kernels are chained (common.cuh).
 // Memory     One block of scratch: queries, keys, values and attention's output, where later the inner
 //            columns are; the sum before a norm; the norm after attention. A layer may write over its input,
 //            which nothing reads after the first norm.
@@ -97,6 +98,7 @@ class Scratch {
 
 struct Memory {
     void *lt, *hidden, *sum, *normed, *qkv, *context, *inner, *partial, *first, *first_context;
+    Moments* moments;  // of few rows' sum
     std::size_t bytes;
 };
 
@@ -141,6 +143,8 @@ Memory layout(const LayerStack& stack, void* work, std::int64_t rows, std::int64
     found.lt = scratch.take(kLtWork);
     found.hidden = scratch.take(first_only ? columns(rows, hidden) : 0);
     found.sum = scratch.take(columns(std::max(rows, batch), hidden));
+    found.moments = static_cast<Moments*>(
+        scratch.take(device.clusters ? std::max(rows, batch) * ((hidden + 63) / 64) * sizeof(Moments) : 0));
     found.normed = scratch.take(columns(std::max(rows, batch), hidden));
     found.partial = scratch.take(partial * sizeof(float));
     found.first = scratch.take(first_only ? columns(batch, hidden) : 0);
@@ -179,7 +183,7 @@ class Run {
             if (const char* error = layer(stack_.layers[i], x, own, last && call_.first_only)) return error;
             x = own;
         }
-        return nullptr;
+        return norm_sum(call_.first_only ? call_.batch : call_.rows);
     }
 
   private:
@@ -194,13 +198,12 @@ class Run {
             if (error == nullptr) error = first_rows(x, memory_.first, hidden);
             x = memory_.first, context = memory_.first_context, rows = call_.batch;
         }
-        if (error == nullptr) error = product(rows, hidden, width, context, w.out, nullptr, memory_.sum);
-        if (error == nullptr) error = norm(rows, x, w.out_bias, w.norm, w.norm_bias, w.eps, memory_.normed);
+        const RowNorm mid{memory_.moments, w.norm, w.norm_bias, w.eps, memory_.normed};
+        const RowNorm end{memory_.moments, w.last, w.last_bias, w.last_eps, y};
+        if (error == nullptr) error = add(rows, width, context, w.out, w.out_bias, x, mid);
         if (error == nullptr) error = feed(w, rows);
         if (error == nullptr)
-            error = product(rows, hidden, w.inner, memory_.inner, w.down, nullptr, memory_.sum);
-        if (error == nullptr)
-            error = norm(rows, memory_.normed, w.down_bias, w.last, w.last_bias, w.last_eps, y);
+            error = add(rows, w.inner, memory_.inner, w.down, w.down_bias, memory_.normed, end);
         return error;
     }
 
@@ -214,15 +217,18 @@ class Run {
         return args;
     }
 
-    // Whether clusters took the product.
-    bool by_clusters(const LinearProduct& args, const char*& error) {
+    // Whether clusters took the product, after the norm of its rows that is still to do, or that norm failed.
+    bool by_clusters(LinearProduct args, const char*& error) {
         if (!few_) return false;
+        if (pending_.y != nullptr) args.a = memory_.sum, args.norm = pending_;
         bool refused = false;
         error = cuda_linear_cluster_product(args, device_.multiprocessors, device_.index, stream_, refused);
         few_ = !refused;
         // The first kernel of a call is not chained, so that weights and lengths are there for all others.
         chained = few_ && device_.chained;
-        return few_;
+        if (refused) error = norm_sum(args.rows);
+        pending_ = {};
+        return few_ || error != nullptr;
     }
 
     const char* product(std::int64_t rows, std::int64_t columns, std::int64_t depth, const void* a,
@@ -267,16 +273,34 @@ class Run {
                       call_.cu_seqlens);
     }
 
+    // The norm of residual + a bᵀ + bias. Of few rows it remains to be done, by the product that reads it.
+    const char* add(std::int64_t rows, std::int64_t depth, const void* a, const void* b, const void* bias,
+                    const void* residual, const RowNorm& norm) {
+        LinearProduct args = forward(rows, stack_.hidden, depth, a, b, bias, memory_.sum);
+        args.residual = residual, args.residual_stride = stack_.hidden, args.moments = memory_.moments;
+        const char* error = nullptr;
+        if (by_clusters(args, error)) {
+            pending_ = norm;
+            return error;
+        }
+        error = product(rows, stack_.hidden, depth, a, b, nullptr, memory_.sum);
+        return error != nullptr ? error : this->norm(rows, residual, bias, norm);
+    }
+
+    // The norm that remains to be done
+    const char* norm_sum(std::int64_t rows) {
+        return pending_.y == nullptr ? nullptr : norm(rows, nullptr, nullptr, pending_);
+    }
+
     // norm(residual + sum + x_bias)
-    const char* norm(std::int64_t rows, const void* residual, const void* x_bias, const void* weight,
-                     const void* bias, double eps, void* y) {
+    const char* norm(std::int64_t rows, const void* residual, const void* x_bias, const RowNorm& norm) {
         LayerNormFwd args{};
         args.dtype = stack_.dtype, args.rows = rows, args.hidden = stack_.hidden;
         args.x = memory_.sum, args.residual = residual;
         args.x_stride = args.residual_stride = stack_.hidden;
-        args.weight = {weight, stack_.dtype}, args.bias = {bias, stack_.dtype};
+        args.weight = {norm.weight, stack_.dtype}, args.bias = {norm.bias, stack_.dtype};
         args.x_bias = {x_bias, stack_.dtype};
-        args.eps = eps, args.dropout.scale = 1.0f, args.y = y;
+        args.eps = norm.eps, args.dropout.scale = 1.0f, args.y = norm.y;
         return cuda_layer_norm_fwd(args, static_cast<int>(stack_.dtype), 0, device_.index, stream_);
     }
 
@@ -313,6 +337,7 @@ class Run {
     std::uintptr_t stream_;
     bool few_;
     Memory memory_;
+    RowNorm pending_{};  // of the sum
 };
 
 }  // namespace

@@ -18,6 +18,19 @@ enum class Layout : int {
     kWeights = 2,  // rows, columns: g and x, for dweight
 };
 
+// Of 64 columns of a row, or of its last ones: the mean, and the sum of squared differences from it.
+struct alignas(8) Moments {
+    float mean, square;
+};
+
+// LayerNorm of a product's a, whose rows it stores to y (rows, depth), contiguous.
+struct RowNorm {
+    const Moments* moments;     // [rows][(depth + 63) / 64]
+    const void *weight, *bias;  // of the product's dtype
+    double eps;
+    void* y;  // null: no norm
+};
+
 struct LinearProduct {
     DType dtype;
     Layout layout;
@@ -35,6 +48,9 @@ struct LinearProduct {
     float* partial;        // cuda_linear_partial() floats; not read where that is 0
     int tile_rows, parts;  // from cuda_linear_plan
     Gate gate;             // of a forward product with an activation
+    // For cuda_linear_cluster_product alone
+    RowNorm norm = {};
+    Moments* moments = nullptr;  // [rows][(columns + 63) / 64], of c; may be null
 };
 
 // How a product is cut: rows of a tile (its columns are 128), and parts of the depth, which a second kernel
@@ -85,8 +101,8 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused);
 // By clusters of the kernel for compute capability 9.0 that few rows fill (linear_cluster_hopper.cu): forward
-// with any activation, without a gate, a residual and pre. columns are a multiple of 8, and bias and c lie on
-// 16 bytes. It reads what the one above reads, and refuses as it does.
+// with any activation, without a gate and pre. columns are a multiple of 8; bias, residual, whose rows are
+// contiguous, and c lie on 16 bytes. It reads what the one above reads, and refuses as it does.
 const char* cuda_linear_cluster_product(const LinearProduct& args, int multiprocessors, int device,
                                         std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);

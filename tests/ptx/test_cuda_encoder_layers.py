@@ -63,10 +63,17 @@ def clusters(emulated, monkeypatch):
 
 
 FEW = [case for case in CASES if case.headdim != 32 or case.layers > 1]
+# several tiles of rows, and of columns; more of both; parts and rows' moments of all lengths
+FEW += [
+    LayersCase((70, 3), 2, 64, 520, layers=1),
+    LayersCase((190, 66), 1, 32, 8, hidden=72, states=True),
+    LayersCase((9,), 1, 64, 136, hidden=1096, last_eps=0.1),
+]
 
 
+@pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("case", [*FEW, LayersCase((70, 3), 2, 64, 520, layers=1)], ids=repr)
+@pytest.mark.parametrize("case", FEW, ids=repr)
 def test_few_rows_are_chained(case, dtype, emulated, clusters, monkeypatch):
     """All kernels but a call's first begin early. The bits are those of launches one after the other."""
     rows = testing.run_case(case, "cuda", dtype)
@@ -74,7 +81,7 @@ def test_few_rows_are_chained(case, dtype, emulated, clusters, monkeypatch):
     emulated.launches.clear()
     found = run(case, dtype)
     assert [launch.chained for launch in emulated.launches] == [
-        i > 0 for i in range(7 * case.layers + 2 * case.first_only)
+        i > 0 for i in range(5 * case.layers + 1 + 2 * case.first_only)
     ]
     assert sum("cluster_hopper_kernel" in launch.kernel for launch in emulated.launches) == 4 * case.layers
     monkeypatch.setattr(emulated.backend.encoder_layers, "CHAINED", False)
@@ -84,12 +91,29 @@ def test_few_rows_are_chained(case, dtype, emulated, clusters, monkeypatch):
     assert not emulated.launches[-1].chained
 
 
+@pytest.mark.parametrize("multiprocessors", (132, 1))
+def test_norms_of_few_rows(multiprocessors, emulated, clusters, monkeypatch):
+    """Rows far from zero whose sums are exact: their norm has LayerNorm's own error, in any parts."""
+    monkeypatch.setattr(emulated.backend.device, "multiprocessors", lambda device: multiprocessors)
+    case, dtype = LayersCase((5, 61), 1, 32, 8, hidden=1096, layers=1, eps=0.1, last_eps=3.0), torch.float16
+    inputs = case.inputs(dtype, "cpu")
+    for name in ("out_weight_0", "out_bias_0", "down_weight_0"):
+        inputs[name].zero_()
+    inputs["x"] = (torch.arange(66 * 1096).view(66, 1096) % 137 // 13 + 2030).to(dtype)
+    inputs["x"][3] = 2047
+    (found,), (eager,) = run(case, dtype, **inputs), case.eager(**inputs)
+    (truth,) = case.oracle(**error_rule.with_grad(inputs, (), torch.float64))
+    assert error_rule.compare(found, eager, truth, dtype)[-1] == ""
+
+
 def test_few_rows_where_others_have_to(emulated, clusters):
-    """A refused tensor map; more rows than 256; float32; and the next call is not chained."""
+    """Refused tensor maps; more rows than 256; float32; and the next call is not chained."""
     few = LayersCase((3, 8), 1, 32, 48)
-    with emulated.without_maps():
-        (row,) = testing.run_case(few, "cuda", torch.bfloat16)
-    assert row.passed, row
+    for after in (8, 4, 2, 0):  # two per product: the second layer's first, the first layer's third, …
+        emulated.launches.clear()
+        with emulated.without_maps(after):
+            (row,) = testing.run_case(few, "cuda", torch.bfloat16)
+        assert row.passed, row
     for case, dtype in ((few, torch.float32), (LayersCase((257,), 1, 32, 8, layers=1), torch.bfloat16)):
         run(case, dtype)
     assert not any("cluster" in launch.kernel or launch.chained for launch in emulated.launches)

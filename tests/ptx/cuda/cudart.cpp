@@ -86,8 +86,8 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "as large as the driver's");
 
-// Whether all maps are refused
-bool refuse_maps = false;
+// So many maps are made before all are refused; -1: none is.
+int maps_left = -1;
 // Whether launches do nothing, as on a device without work: what is left is the host's
 bool idle = false;
 
@@ -98,7 +98,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     constexpr std::uint32_t kElement = 2;
     const bool halves = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    if (refuse_maps || !halves || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+    if (maps_left == 0 || !halves || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
         fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || reinterpret_cast<std::uintptr_t>(address) % 16 != 0)
         return CUDA_ERROR_INVALID_VALUE;
     TensorMap own = {0x70616D726F736E65, reinterpret_cast<std::uintptr_t>(address), rank, kElement};
@@ -121,6 +121,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
             return CUDA_ERROR_INVALID_VALUE;
     }
     if (box[0] * kElement % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (maps_left > 0) --maps_left;
     std::memcpy(map, &own, sizeof own);
     return CUDA_SUCCESS;
 }
@@ -157,7 +158,7 @@ EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute, 
     static_shared_in_python = static_shared;
     set_attribute_in_python = set_attribute;
 }
-EXPORTED void emulator_refuse_maps(int refuse) { refuse_maps = refuse != 0; }
+EXPORTED void emulator_refuse_maps(int left) { maps_left = left; }
 EXPORTED void emulator_idle(int wanted) { idle = wanted != 0; }
 EXPORTED int emulator_modules() { return static_cast<int>(modules().size()); }
 EXPORTED const char* emulator_ptx(int module, std::size_t* bytes) {

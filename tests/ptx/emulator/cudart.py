@@ -239,13 +239,13 @@ class Emulation:
             self.library.calls.emulator_set_callbacks(None, None, None)
 
     @contextlib.contextmanager
-    def without_maps(self) -> Iterator[None]:
-        """The driver refuses every tensor map."""
-        self.library.calls.emulator_refuse_maps(1)
+    def without_maps(self, after: int = 0) -> Iterator[None]:
+        """The driver refuses every tensor map but the first `after`."""
+        self.library.calls.emulator_refuse_maps(after)
         try:
             yield
         finally:
-            self.library.calls.emulator_refuse_maps(0)
+            self.library.calls.emulator_refuse_maps(-1)
 
     def raise_report(self) -> None:
         """Raise what the emulator reported since the last call, if anything."""
