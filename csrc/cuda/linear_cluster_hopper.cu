@@ -175,12 +175,13 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
             load_params(0);
             wait_for_kernels();
             const int at = thread / 4;
-            const Moments* const own = args.norm.moments + (row + (at < down ? at : 0)) * all_steps;
+            const Moments* const own =
+                args.norm.moments + std::int64_t{row + (at < down ? at : 0)} * all_steps;
             const float2 found = row_statistics(own, depth, static_cast<float>(args.norm.eps), thread % 4);
             if (thread % 4 == 0) statistics[at] = found;
             sync_threads_at(1, Tile::kConsumers);
         }
-        float c[32] = {};
+        float c[32];
         for (int step = 0; step < steps; ++step) {
             char* const slot = ring + step % kSlots * Tile::kSlotBytes;
             wait_phase(&full[step % kSlots], step / kSlots & 1);
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
     for (int chunk = down * part / args.parts * kAcross + thread; chunk < last; chunk += Tile::kThreads) {
         const int own_row = chunk / kAcross, own_column = chunk % kAcross * 8;
         const bool inside = column + own_column < columns;
-        const std::int64_t at = static_cast<std::int64_t>(row + own_row) * columns + column + own_column;
+        const std::int64_t c_row = row + own_row, at = c_row * columns + column + own_column;
         const float* const from = sums + own_row * Tile::kStride + own_column;
         float z[8] = {};
         Pack<T> residual = {};
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
         for (int i = 0; i < 8; ++i) square += (z[i] - mean) * (z[i] - mean);
         square = warp_sum<8>(inside ? square : 0.0f, lanes);
         if (chunk % 8 == 0)
-            args.moments[(row + own_row) * ((columns + kTile - 1) / kTile) + column / kTile] = {mean, square};
+            args.moments[c_row * ((columns + kTile - 1) / kTile) + column / kTile] = {mean, square};
     }
     // Until no block reads the sums of this one
     sync_cluster();

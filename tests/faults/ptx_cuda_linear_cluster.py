@@ -45,8 +45,8 @@ FAULTS = (
     _fault("moments of the first tile alone", "+ column / kTile] = {mean, square};", "] = {mean, square};"),
     # the norm
     _fault("moments are read before they are there", "            load_params(0);\n            wait_for_kernels();\n", "            load_params(0);\n"),
-    _fault("statistics of the tile's first row", "(row + (at < down ? at : 0)) * all_steps", "row * all_steps"),
-    _fault("statistics of the first tile of rows", "(row + (at < down ? at : 0)) * all_steps", "(at < down ? at : 0) * all_steps"),
+    _fault("statistics of the tile's first row", "{row + (at < down ? at : 0)} * all_steps", "{row} * all_steps"),
+    _fault("statistics of the first tile of rows", "{row + (at < down ? at : 0)} * all_steps", "{at < down ? at : 0} * all_steps"),
     _fault("each moment counts for 64 columns", "min(kTile, hidden - (first + 4 * i) * kTile)", "kTile"),
     _fault("sixteen moments of a row", "first += 16)", "first += 1 << 20)"),
     _fault("differences between means are left out", "own[i].square + columns * apart * apart;", "own[i].square;"),
