@@ -89,7 +89,9 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
     char* const start = dynamic_shared();
     char* const ring = start + (0u - shared_address(start)) % 1024;
     float* const sums = reinterpret_cast<float*>(ring);
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+    // Broadcast, so that ptxas keeps what depends on it in uniform registers
+    const int warp = __shfl_sync(kAllLanes, thread / kWarp, 0);
     const int part = static_cast<int>(blockIdx.x) % args.parts,
               tile = static_cast<int>(blockIdx.x) / args.parts;
     const int rows = static_cast<int>(args.rows), columns = static_cast<int>(args.columns),
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
     __syncthreads();
     let_next_begin();
 
-    if (thread >= Tile::kConsumers) {
+    if (warp >= Tile::kConsumers / kWarp) {
         const auto copy_a = [&](int step) {
             if (lane == 0)
                 load_tile(ring + step % kSlots * Tile::kSlotBytes, maps.a, &full[step % kSlots], row,
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
         }
         __syncwarp();
     } else {
-        const int group = kNormed ? thread / kGroupThreads : 0;
+        const int group = kNormed ? warp / 4 : 0;
         // Of a step's rows of a, a thread norms this chunk of two.
         const int chunk = thread % 8, first = thread / 8;
         uint4 gain, shift;
