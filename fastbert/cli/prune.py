@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
     output = results.check_free(args.output)
     units = {name: _units(f"--{name}", getattr(args, name)) for name in ("heads", "neurons")}
     names = "layers", "vocabulary", "weights", "embedding_rank", "tokens"
-    if all(given is None for given in (*(getattr(args, name) for name in names), *units.values())):
-        options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names))
+    given = [*(getattr(args, name) for name in names), *units.values(), args.dense or None]
+    if all(each is None for each in given):
+        options = (f"--{name.replace('_', '-')}" for name in ("heads", "neurons", *names, "dense"))
         raise UsageError(f"{', '.join(options)}: expected at least one")
     _check_tokens(args)
     of_sentences = (Path(args.model) / "modules.json").is_file()
