@@ -300,14 +300,14 @@ def check_pair(
             raise ValueError(f"layer_map: expected layers with heads, but {who} has none")
         if {*names} & by_heads and mine != theirs:
             raise ValueError(
-                f"student: num_attention_heads: expected {theirs} as the teacher has in layer {n}, got {mine} "
-                f"in layer {m}"
+                f"student: num_attention_heads: expected {theirs} as the teacher has in layer {n}, got "
+                f"{mine} in layer {m}"
             )
         for who, width in (("student", mine * own.head_dim), ("teacher", theirs * other.head_dim)):
             if relation_heads is not None and width % relation_heads:
                 raise ValueError(
-                    f"relation_heads: expected a divisor of {width}, the width of the {who}'s attention, got "
-                    f"{relation_heads}"
+                    f"relation_heads: expected a divisor of {width}, the width of the {who}'s attention, "
+                    f"got {relation_heads}"
                 )
     if replacing:
         ends = [n for _, n in pairs]
