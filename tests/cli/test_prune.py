@@ -255,7 +255,7 @@ def test_tokens_leave_within_a_budget(folder, tmp_path, capsys):
     [
         (
             "encoder",
-            "--neurons, --layers, --vocabulary, --weights, --embedding-rank, --tokens, --dense: expected at",
+            "--heads, --neurons, --layers, --vocabulary, --weights, --embedding-rank, --tokens, --dense: ",
         ),
         ("encoder --tokens 0", r"--tokens 0: expected a share in \(0, 1\]"),
         ("encoder --tokens .5 --dense --input lines.txt", "--dense: expected none with --tokens"),
