@@ -57,7 +57,7 @@ class Embeddings(nn.Module):
             self.position_embeddings = table(
                 config.max_position_embeddings,
                 width,
-                config.pad_token_id if family.position_padding_idx else None,
+                config.first_position - 1 if family.position_padding_idx else None,
             )
         if config.has_segments:
             self.token_type_embeddings = table(config.type_vocab_size, width)

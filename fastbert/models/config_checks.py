@@ -149,9 +149,10 @@ class Keys:
         """Position of a sequence's first token: 0, or pad_token_id + 1 if the family counts from there."""
         if not self.family.pad_positions:
             return 0
-        if self.pad_token_id is None:
+        pad = self.pad_token_id if self.family.counts_from is None else self.family.counts_from
+        if pad is None:
             raise ValueError(f"config pad_token_id: {self.model_type} counts positions from it, got None")
-        return self.pad_token_id + 1
+        return pad + 1
 
 
 def check_config(config: Keys) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 
+import fastbert
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES
-from tests.support.hf_models import FAMILY_NAMES, hf_config
+from tests.support.hf_models import FAMILY_NAMES, PAD_POSITIONS, batch, hf_config
+from tests.support.model_pairs import build, close
 
 ROOT = Path(__file__).resolve().parents[2] / "fastbert"
 ROOMS = ("layers", "checkpoint", "models", "graphs", "sentences", "acceleration", "cli")
@@ -60,3 +63,18 @@ def test_no_tokens(name, grad):
         found = [model(**inputs)[0] for inputs in calls]
     assert [tuple(t.shape) for t in found] == [(0, 48), (0, 48), (0, 5, 48), (2, 5, 48)]
     assert found[-1].eq(0).all()
+
+
+@pytest.mark.parametrize("name", PAD_POSITIONS)
+@torch.no_grad()
+def test_positions_with_another_id_of_padding(name):
+    """MPNet counts positions from 1 even then, and the others from that id."""
+    theirs, ours = build(name, "ForTokenClassification", pad_token_id=3)
+    inputs = batch(name)
+    kept = inputs["attention_mask"].bool()
+    inputs["input_ids"][~kept] = 3
+    expected = theirs(**inputs).logits[kept]
+    hooked, fast = copy.deepcopy(ours), fastbert.accelerate(copy.deepcopy(theirs))
+    hooked.base_model.embeddings.register_forward_hook(lambda *_: None)
+    for model in (ours, hooked, fast):
+        close(model(**inputs).logits[kept], expected, 1e-4)

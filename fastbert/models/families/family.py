@@ -24,6 +24,7 @@ class Family:
         defaults: the config defaults that differ from BERT's.
         pad_positions: positions start at pad_token_id + 1 and skip padding (RoBERTa) instead of counting
             from 0.
+        counts_from: the id in place of pad_token_id in `pad_positions`, whatever the config says (MPNet).
         segments: has token-type embeddings.
         pooler: path of the pooler's linear layer; None if the family has none.
         projection: path of the linear layer from the embedding to the hidden size; None if there is none.
@@ -110,6 +111,7 @@ class Family:
     aliases: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     pad_positions: bool = False
+    counts_from: int | None = None
     segments: bool = True
     pooler: str | None = "pooler.dense"
     projection: str | None = None

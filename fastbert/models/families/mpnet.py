@@ -17,6 +17,7 @@ FAMILIES = (
             "attention.LayerNorm",
         ),
         pad_positions=True,
+        counts_from=1,
         position_padding_idx=True,
         may_be_causal=False,
         segments=False,

@@ -184,11 +184,7 @@ class PermutationLosses(MaskedLosses):
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """Encode the packed rows."""
-        config = self.model.config
-        # RoBERTa's positions begin after padding's position
-        pad = config.pad_token_id
-        first = pad + 1 if config.family.pad_positions and pad is not None else 0
-        more = {}
+        config, more = self.model.config, {}
         if config.family.two_streams:
             encoder, query = self.model.base_model, inputs["labels"] != IGNORED
             words = encoder.get_input_embeddings()(inputs["input_ids"])
@@ -196,7 +192,12 @@ class PermutationLosses(MaskedLosses):
             more = {"input_ids": None, "inputs_embeds": embeds}
         sees = inputs["ranks"][:, None, None, :] <= inputs["limits"][:, None, :, None]
         return super().encode(
-            {**inputs, **more, "position_ids": inputs["position_ids"] + first, "attention_mask": sees}
+            {
+                **inputs,
+                **more,
+                "position_ids": inputs["position_ids"] + config.first_position,
+                "attention_mask": sees,
+            }
         )
 
     def work(self, batch: Batch) -> float:
