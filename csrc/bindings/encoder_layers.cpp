@@ -45,9 +45,9 @@ LayerStack stack_of(int dtype, std::int64_t hidden, const py::list& layers) {
 }
 
 CudaDevice device_of(int index, int multiprocessors, bool hopper, bool groups, bool tf32, bool clusters,
-                     bool chained) {
+                     bool adds, bool chained) {
     if (multiprocessors < 1) refuse("multiprocessors", ">= 1", multiprocessors);
-    return {index, multiprocessors, hopper, groups, tf32, clusters, chained};
+    return {index, multiprocessors, hopper, groups, tf32, clusters, adds, chained};
 }
 
 void check_call(const LayerStack& stack, std::int64_t rows, std::int64_t batch) {
@@ -64,8 +64,9 @@ void forward(const LayerStack& stack, std::int64_t rows, std::int64_t batch, std
              Address cu_seqlens, bool causal, Address bias, std::int64_t bias_batch, std::int64_t bias_head,
              std::int64_t bias_row, bool first_only, Address x, const py::list& out, Address work,
              std::size_t work_bytes, int index, int multiprocessors, bool hopper, bool groups, bool tf32,
-             bool clusters, bool chained, Address stream) {
-    const CudaDevice device = device_of(index, multiprocessors, hopper, groups, tf32, clusters, chained);
+             bool clusters, bool adds, bool chained, Address stream) {
+    const CudaDevice device =
+        device_of(index, multiprocessors, hopper, groups, tf32, clusters, adds, chained);
     check_call(stack, rows, batch);
     check_size("max_seqlen", max_seqlen);
     check_given("cu_seqlens", pointer(cu_seqlens), 1);
@@ -103,11 +104,11 @@ void bind_encoder_layers(py::module_& m) {
     m.def(
         "cuda_encoder_layers_work",
         [](const LayerStack& stack, std::int64_t rows, std::int64_t batch, bool first_only, int index,
-           int multiprocessors, bool hopper, bool groups, bool tf32, bool clusters, bool chained) {
+           int multiprocessors, bool hopper, bool groups, bool tf32, bool clusters, bool adds, bool chained) {
             check_call(stack, rows, batch);
             return cuda_encoder_layers_work(
                 stack, rows, batch, first_only,
-                device_of(index, multiprocessors, hopper, groups, tf32, clusters, chained));
+                device_of(index, multiprocessors, hopper, groups, tf32, clusters, adds, chained));
         },
         "Bytes of scratch");
     m.def("cuda_encoder_layers_fwd", &forward);

@@ -204,10 +204,12 @@ const char* lt_product(const LtProduct& args, void* work, int device, std::uintp
     if (handle == nullptr || !desc) return "cuBLASLt: no handle or no description of a product";
     const auto plan = plan_of(args, device, handle, desc.get());
     if (plan == nullptr) return "cuBLASLt: has no algorithm for a product";
-    const float one = 1.0f, zero = 0.0f;
-    const Status status = functions()->matmul(
-        handle, desc.get(), &one, args.b, plan->a.get(), args.a, plan->b.get(), &zero, args.c, plan->c.get(),
-        args.c, plan->c.get(), &plan->algorithm, work, kLtWork, reinterpret_cast<cudaStream_t>(stream));
+    const bool adds = args.residual != nullptr;
+    const float one = 1.0f, beta = adds ? 1.0f : 0.0f;
+    const Status status =
+        functions()->matmul(handle, desc.get(), &one, args.b, plan->a.get(), args.a, plan->b.get(), &beta,
+                            adds ? args.residual : args.c, plan->c.get(), args.c, plan->c.get(),
+                            &plan->algorithm, work, kLtWork, reinterpret_cast<cudaStream_t>(stream));
     return status == 0 ? nullptr : "cuBLASLt: a product failed";
 }
 

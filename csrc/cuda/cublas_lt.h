@@ -9,13 +9,14 @@
 namespace fastbert {
 namespace cuda {
 
-// c = a bᵀ + bias, in rows that lie side by side: a (rows, depth), b (columns, depth), bias (columns,) or
-// null, c (rows, columns). All start on 16 bytes. Sums are made in float, also those of several parts of the
-// depth; float32 is multiplied as such, or with `tf32` as TF32.
+// c = a bᵀ + bias + residual, in rows that lie side by side: a (rows, depth), b (columns, depth), bias
+// (columns,) or null, residual (rows, columns) or null, c (rows, columns), which may not be the residual. All
+// start on 16 bytes. Sums are made in float, also those of several parts of the depth; float32 is multiplied
+// as such, or with `tf32` as TF32.
 struct LtProduct {
     DType dtype;
     std::int64_t rows, columns, depth;
-    const void *a, *b, *bias;
+    const void *a, *b, *bias, *residual;
     void* c;
     bool tf32;
 };

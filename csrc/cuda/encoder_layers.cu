@@ -232,10 +232,10 @@ class Run {
     }
 
     const char* product(std::int64_t rows, std::int64_t columns, std::int64_t depth, const void* a,
-                        const void* b, const void* bias, void* c) {
+                        const void* b, const void* bias, void* c, const void* residual = nullptr) {
         const char* error = nullptr;
         if (by_clusters(forward(rows, columns, depth, a, b, bias, c), error)) return error;
-        const LtProduct args{stack_.dtype, rows, columns, depth, a, b, bias, c, device_.tf32};
+        const LtProduct args{stack_.dtype, rows, columns, depth, a, b, bias, residual, c, device_.tf32};
         return lt_product(args, memory_.lt, device_.index, stream_);
     }
 
@@ -283,7 +283,12 @@ class Run {
             pending_ = norm;
             return error;
         }
-        error = product(rows, stack_.hidden, depth, a, b, nullptr, memory_.sum);
+        void* const sum = memory_.sum;
+        if (device_.adds) {
+            error = product(rows, stack_.hidden, depth, a, b, bias, sum, residual);
+            return error != nullptr ? error : this->norm(rows, nullptr, nullptr, norm);
+        }
+        error = product(rows, stack_.hidden, depth, a, b, nullptr, sum);
         return error != nullptr ? error : this->norm(rows, residual, bias, norm);
     }
 

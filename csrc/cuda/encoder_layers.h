@@ -33,6 +33,7 @@ struct CudaDevice {
     bool groups;    // its tensor cores have more than mma.sync uses
     bool tf32;      // float32 may be multiplied as TF32
     bool clusters;  // products of few rows by linear_cluster_hopper.cu, which the device runs
+    bool adds;      // cuBLASLt adds the residual before a norm; otherwise the norm does
     bool chained;   // a call's kernels of few rows begin before their predecessors have ended
 };
 

@@ -55,6 +55,14 @@ def test_many_rows_on_tensor_cores_of_warp_groups(case, emulated, monkeypatch):
         assert row.passed, row
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_products_that_add_residuals(case, dtype, emulated, monkeypatch):
+    monkeypatch.setattr(emulated.backend.encoder_layers, "ADDS", True)
+    rows = testing.run_case(case, "cuda", dtype)
+    assert all(row.passed for row in rows), rows
+
+
 @pytest.fixture
 def clusters(emulated, monkeypatch):
     """Few rows have products by clusters, on a device of 132 multiprocessors."""

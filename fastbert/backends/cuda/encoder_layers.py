@@ -20,6 +20,9 @@ DTYPES = STORED
 # On compute capability 9.0, at most 256 rows in half precision: products by clusters of blocks, and launches
 # that begin before the kernel before them has ended. Off until `bench/gpu/queue/latency.py` has timed both.
 CLUSTERS, CHAINED = False, True
+# More rows: whether cuBLASLt adds the residual before a norm, so that the norm reads half as much. Off until the
+# same script has timed it.
+ADDS = False
 
 
 def _made(stack: LayerStack):
@@ -57,7 +60,7 @@ def encoder_layers_fwd(inputs: LayersInputs) -> list[Tensor]:
     index, stream = device.place(where)
     facts = (
         *(index, device.multiprocessors(where), attention.HOPPER and device.is_hopper(where)),
-        *(device.has_group_products(where), tf32, CLUSTERS and device.is_hopper(where), CHAINED),
+        *(device.has_group_products(where), tf32, CLUSTERS and device.is_hopper(where), ADDS, CHAINED),
     )
     size = device.extension.cuda_encoder_layers_work(made, rows, batch, first_only, *facts)
     work = torch.empty(size, dtype=torch.uint8, device=where)

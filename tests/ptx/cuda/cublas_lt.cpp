@@ -158,11 +158,11 @@ EXPORTED int cublasLtMatmul(void*, void* desc, const float* alpha, const void* a
                &ld = *static_cast<const Layout*>(d_layout);
     // aᵀ b: all in columns
     const bool fits = op.trans_a == 1 && la.rows == lb.rows && la.columns == ld.rows &&
-                      lb.columns == ld.columns && c == d && c_layout == d_layout && *alpha == 1.0f &&
-                      *beta == 0.0f && algorithm[0] == la.columns && algorithm[1] == ld.columns &&
-                      la.type == lb.type && la.type == ld.type;
-    if (!fits || !on_16_bytes(a) || !on_16_bytes(b) || !on_16_bytes(d) || !on_16_bytes(work) ||
-        (op.epilogue != 1 && (op.epilogue != 4 || !on_16_bytes(op.bias))))
+                      lb.columns == ld.columns && c_layout == d_layout && *alpha == 1.0f &&
+                      *beta == (c == d ? 0.0f : 1.0f) && algorithm[0] == la.columns &&
+                      algorithm[1] == ld.columns && la.type == lb.type && la.type == ld.type;
+    if (!fits || !on_16_bytes(a) || !on_16_bytes(b) || !on_16_bytes(c) || !on_16_bytes(d) ||
+        !on_16_bytes(work) || (op.epilogue != 1 && (op.epilogue != 4 || !on_16_bytes(op.bias))))
         return kInvalid;
     if (mode == kNothing) return kSuccess;
     // what an algorithm may write there
@@ -170,6 +170,7 @@ EXPORTED int cublasLtMatmul(void*, void* desc, const float* alpha, const void* a
     for (std::uint64_t j = 0; j < ld.columns; ++j)
         for (std::uint64_t i = 0; i < ld.rows; ++i) {
             double sum = op.epilogue == 4 ? read(op.bias, ld.type, i) : 0.0f;
+            if (c != d) sum += read(c, ld.type, j * ld.stride + i);
             for (std::uint64_t k = 0; k < la.rows; ++k)
                 sum += static_cast<double>(read(a, la.type, i * la.stride + k)) *
                        read(b, lb.type, j * lb.stride + k);
