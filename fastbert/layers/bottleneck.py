@@ -7,7 +7,7 @@
     y = norm(x + dropout(h Wyᵀ))
 
 Each matrix is another one in each line and has a bias, left out here. A norm is NoNorm, w · x + b, or
-LayerNorm. `Bottleneck` (form.py) says which of the narrow inputs there are. `attend` (encoder.py) computes
+LayerNorm. `Bottleneck` (form.py) says which of the narrow inputs there are. `attend` (attention.py) computes
 attention, so that taps, gates and probabilities are the same as in other layers.
 
 Source: Sun et al. 2020, "MobileBERT: a Compact Task-Agnostic BERT for Resource-Limited Devices", sec. 3.

@@ -4,7 +4,7 @@
     z = x + dropout(attention(q, k, v) Woᵀ)
     y = z + dropout(act(a) · b) Wdᵀ,    [a, b] = norm(z) Wuᵀ
 
-`attend` (encoder.py) computes attention for both kinds of layer, so that taps, gates and probabilities are
+`attend` (attention.py) computes attention for both kinds of layer, so that taps, gates and probabilities are
 the same there; this file has the rest. The sum z and its norm are one pass. The layer's own sum y is not
 normed here: the next layer does that, or the model's last norm.
 
