@@ -48,7 +48,6 @@ FAULTS = (
     _fault("shared memory of the product without a slope less a part", "slope ? SlopeTile::kBytes : Tile::kBytes", "slope ? SlopeTile::kBytes - 4096 : Tile::kBytes", _HOST),
     _fault("misaligned slopes are taken", "!cuda::aligned(slope ? args.slope_at : args.pre)", "!cuda::aligned(args.pre)", _HOST),
     _fault("a row of sums per 64 rows", "(-(-rows // 128) * 4, columns)", "(-(-rows // 64) * 2, columns)", _LAUNCHER),
-    _fault("the weight's rows count as columns", "weight.shape[1 if layout == INPUTS else 0]", "weight.shape[0]", _LAUNCHER),
     _fault("rows that overlap are taken", "all(_row_stride(m) >= m.shape[1] for m in (x, weight))", "_row_stride(x) >= x.shape[1]", _LAUNCHER),
     _fault("it serves before it is timed", "if plan is None and SLOPE_PRODUCTS and", "if plan is None and", "fastbert/backends/cuda/feed_forward.py"),
 )  # fmt: skip

@@ -34,8 +34,7 @@ def inner_gradient(
 
     With tensor cores that `linear.product` does not fill, PyTorch's product and a pass over it are faster.
     """
-    taken = (dy, down_weight, None, activation, None, linear.INPUTS)
-    if plan is None and SLOPE_PRODUCTS and linear.hopper_serves(*taken):
+    if plan is None and SLOPE_PRODUCTS and linear.hopper_serves(dy, down_weight, None, activation):
         found = linear.slope_product(dy, down_weight, pre, activation, need_dbias)
         if found is not None:
             return found

@@ -112,15 +112,13 @@ def product(
 
 
 def hopper_serves(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    gated: str | None = None,
-    layout: int = FORWARD,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, gated: str | None = None
 ) -> bool:
-    """Whether `hopper_product` takes this call, with INPUTS `slope_product`; x and weight lie in chunks."""
-    columns = weight.shape[1 if layout == INPUTS else 0] // (1 if gated is None else 2)
+    """Whether `hopper_product` takes this call, or `slope_product`, with dy as x.
+
+    x and weight lie in chunks: so do slope_product's columns, which are the weight's.
+    """
+    columns = weight.shape[0] if gated is None else weight.shape[0] // 2
     return (
         device.extension.cuda_linear_takes_hopper(
             *(x.shape[0], columns, x.shape[1], CODES[activation], EXACT_GELU, GATE_CODES[gated])
