@@ -101,8 +101,9 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream, bool& refused);
 // By clusters of the kernel for compute capability 9.0 that few rows fill (linear_cluster_hopper.cu): forward
-// with any activation, without a gate and pre. columns are a multiple of 8; bias, residual, whose rows are
-// contiguous, and c lie on 16 bytes. It reads what the one above reads, and refuses as it does.
+// with any activation, without a gate and pre; a norm excludes a residual and moments. columns are a multiple
+// of 8, and bias, residual's rows and c lie on 16 bytes. It reads what the one above reads, and refuses as it
+// does.
 const char* cuda_linear_cluster_product(const LinearProduct& args, int multiprocessors, int device,
                                         std::uintptr_t stream, bool& refused);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);

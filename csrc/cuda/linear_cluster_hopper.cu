@@ -230,7 +230,8 @@ __global__ void __launch_bounds__(ClusterTile<kNormed>::kThreads, 2)
         if (inside && args.bias != nullptr)
             widen_pack(load_pack(static_cast<const T*>(args.bias) + column + own_column), z);
         if (!kNormed && inside && args.residual != nullptr)
-            residual = load_pack(static_cast<const T*>(args.residual) + at);
+            residual = load_pack(static_cast<const T*>(args.residual) + c_row * args.residual_stride +
+                                 column + own_column);
         float4 found[kMostParts][2];
 #pragma unroll
         for (int i = 0; i < kMostParts; ++i)
@@ -321,9 +322,9 @@ const char* cuda_linear_cluster_product(const LinearProduct& args, int multiproc
     if (args.depth < 1 || args.depth % 8 != 0 || args.columns % 8 != 0)
         return "depth, columns: multiples of 8";
     if (!cuda::aligned(args.a) || !cuda::aligned(args.b) || !cuda::aligned(args.bias) ||
-        !cuda::aligned(args.c) || !cuda::aligned(args.residual) || args.a_stride % 8 != 0 ||
-        args.b_stride % 8 != 0)
-        return "a, b, bias, c: starts and rows on 16 bytes";
+        !cuda::aligned(args.c) || !cuda::aligned(args.residual) ||
+        (args.a_stride | args.b_stride | args.residual_stride) % 8 != 0)
+        return "a, b, bias, residual, c: starts and rows on 16 bytes";
     if (multiprocessors < 1) return "multiprocessors: at least 1";
     if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
     switch (args.dtype) {

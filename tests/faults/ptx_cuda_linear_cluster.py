@@ -37,7 +37,7 @@ FAULTS = (
     _fault("nine blocks in a cluster", "kMostParts = 8;", "kMostParts = 9;"),
     # moments of the sum
     _fault("no residual", "z[i] += widen(residual.item[i]);", "z[i] += 0.0f;"),
-    _fault("the residual of the tile's first columns", "static_cast<const T*>(args.residual) + at", "static_cast<const T*>(args.residual) + at - column"),
+    _fault("the residual of the tile's first columns", "args.residual_stride +\n                                 column + own_column);", "args.residual_stride + own_column);"),
     _fault("a mean of 64 columns, however many there are", "min(kTile, columns - column)", "kTile"),
     _fault("a mean of half the lanes", "warp_sum<8>(total, lanes)", "warp_sum<4>(total, lanes)"),
     _fault("squares that are not centred", "square += (z[i] - mean) * (z[i] - mean);", "square += z[i] * z[i];"),
