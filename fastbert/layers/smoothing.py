@@ -101,12 +101,13 @@ def ranges(model: nn.Module, linears: Linears, calibrate: Calibration) -> dict[s
 def smoothing(found: Mapping[str, Tensor], linears: Linears, alpha: float) -> dict[str, Tensor]:
     """Name -> (in,) float32: 1 / s for each linear layer, as `QuantizedLinear.smooth` has it.
 
-    `found` is what `ranges` returned for `linears`. Layers read the same input if their ranges are equal to
+    `found` is what `ranges` returned for `linears`. Layers read the same input if its max |x_j| are equal to
     the bit. An input that is always 0, or that no weight reads, has s = 1.
     """
     together = {}
     for layer, _, module, name in linears:
-        key = id(layer), found[name].cpu().numpy().tobytes()
+        # A shared layer's ends may differ, as it may end with queries of first tokens alone
+        key = id(layer), found[name].abs().amax(0).cpu().numpy().tobytes()
         together.setdefault(key, []).append((name, module.weight))
     factors = {}
     for members in together.values():

@@ -14,10 +14,12 @@ import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.execution import eager, modules, plan
 from fastbert.layers import quantized, smoothing
+from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.layers.quantizing import each_linear
 from fastbert.runtime import dispatch
 from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.model_pairs import build, inputs_for
 from tests.support.quantized_models import cosine, hidden, ours
 
 
@@ -154,6 +156,14 @@ def test_query_key_and_value_stay_one_product():
     assert not quantized.int8_joins(x, three)
     attention.query.smooth = attention.key.smooth = None
     assert quantized.int8_joins(x, three)
+
+
+def test_query_key_and_value_of_a_shared_layer_stay_one_product():
+    """At its last call it makes the query of the first token alone."""
+    _, model = build("albert", "ForSequenceClassification")
+    model.quantize(smooth=0.5, calibrate=[inputs_for("albert", "ForSequenceClassification")])
+    (layer,) = {id(layer): layer for layer in model.base_model.layer_list()}.values()
+    assert quantized.int8_joins(torch.randn(4, 48), [part(layer, path) for path in layer.form.linears[:3]])
 
 
 def test_factors_that_differ_are_seen_by_the_whole_layer():
