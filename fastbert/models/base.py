@@ -490,7 +490,8 @@ def _by_name_after(forward: Callable[..., Any], count: int, name: str) -> Callab
     """`forward` with at most `count` positional arguments: transformers orders the rest differently."""
     signature = inspect.signature(forward)
     own, *parameters = signature.parameters.values()
-    shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]
+    named = [p for p in parameters[count:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = [p.replace(kind=p.KEYWORD_ONLY) if p in named else p for p in parameters]
 
     @functools.wraps(forward)
     def limited(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

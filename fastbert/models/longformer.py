@@ -190,7 +190,9 @@ def _with_global_mask(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     own = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
-    vars(taking)["__signature__"] = signature.replace(parameters=[*parameters, own])
+    # What takes all other names comes last
+    shown = sorted([*parameters, own], key=lambda parameter: parameter.kind)
+    vars(taking)["__signature__"] = signature.replace(parameters=shown)
     return taking
 
 
