@@ -1,8 +1,7 @@
 // A forward product of few rows on compute capability 9.0: c = act(a bT + bias) + residual. LayerNorm is part
-// of the products around it: the one before stores the sum's moments, and the one behind norms its rows.
+// of the products around it: the product that adds stores its rows' moments, and the next one norms them.
 //
-// Tiling     A cluster owns a tile of 64 x 64 of c, or of 64 x 128 behind a norm, and each of its blocks a
-// part
+// Tiling     A cluster owns a tile of 64 x 64 of c, behind a norm of 64 x 128, and each of its blocks a part
 //            of the depth: as many parts as fill the multiprocessors, at most 8. A warp group has 64 columns.
 // Pipeline   One more warp copies 64 columns of a and of b into a ring of 6 or 4 slots, ahead of the groups'
 //            products. What fits into the ring of b, a weight, comes before the kernel waits for those before

@@ -84,8 +84,8 @@ def of_bits() -> list[tuple[str, tuple[float, ...]]]:
         row = rows[name]
         figures = [row[key] for key in ("cosine_mean", "cosine_least", "spearman")]
         loud = [row[key] for key in ("sqnr_least", "sqnr_median") if key in row]
-        claim = near.format(name) + (" {:.1f} | {:.1f} |" if loud else " – | – |")
-        found.append((claim, (*figures, *loud)))
+        claim = near.format(name) + (" {:.1f} | {:.1f} |" if loud else " – | – |") + " {:.3f} |"
+        found.append((claim, (*figures, *loud, row["masked_lm_loss"])))
     return found
 
 

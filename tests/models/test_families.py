@@ -68,7 +68,7 @@ def test_no_tokens(name, grad):
 @pytest.mark.parametrize("name", PAD_POSITIONS)
 @torch.no_grad()
 def test_positions_with_another_id_of_padding(name):
-    """MPNet counts positions from 1 even then, and the others from that id."""
+    """MPNet counts positions from 1 even then, all other families from that id."""
     theirs, ours = build(name, "ForTokenClassification", pad_token_id=3)
     inputs = batch(name)
     kept = inputs["attention_mask"].bool()

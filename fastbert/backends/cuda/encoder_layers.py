@@ -20,7 +20,7 @@ DTYPES = STORED
 # On compute capability 9.0, at most 256 rows in half precision: products by clusters of blocks, and launches
 # that begin before the kernel before them has ended. Off until `bench/gpu/queue/latency.py` has timed both.
 CLUSTERS, CHAINED = False, True
-# More rows: whether cuBLASLt adds the residual before a norm, so that the norm reads half as much. Off until the
+# More rows: whether cuBLASLt adds the residual before a norm, which then reads half as much. Off until the
 # same script has timed it.
 ADDS = False
 
