@@ -23,7 +23,7 @@ from fastbert.compression import published, vocabulary
 from fastbert.compression.elimination import eliminate
 from fastbert.compression.pruning import Pruned, prune
 from fastbert.compression.schedule_search import search_schedules, within
-from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.finetuning.run import COPIED
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.encoder import SentenceEncoder
@@ -139,7 +139,7 @@ def _save(model: PreTrainedModel, source: Path, output: Path, tokenizer: Tokeniz
         encoder.save_pretrained(output)
     else:
         model.save_pretrained(output)
-        for path in (Path(transformer_of(str(source))) / name for name in TOKENIZER_FILES):
+        for path in (Path(transformer_of(str(source))) / name for name in COPIED):
             if path.is_file():
                 shutil.copyfile(path, output / path.name)
     if tokenizer is None:

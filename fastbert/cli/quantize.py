@@ -16,7 +16,7 @@ from fastbert.cli.costs import costs
 from fastbert.cli.usage import UsageError
 from fastbert.compression import published
 from fastbert.compression.quantization import QuantizedLayer, quantization_report
-from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.finetuning.run import COPIED
 from fastbert.layers import float8
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.encoder import SentenceEncoder
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         after.save_pretrained(output)
     else:
         model.save_pretrained(output)
-        for name in TOKENIZER_FILES:
+        for name in COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, output / name)
     parts = [f"{kind} {what}" for kind, what in ((weights, "layers"), (embeddings, "words")) if kind]

@@ -56,6 +56,8 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "spiece.model",
 )
+# What a smaller copy of a model keeps: `predict` reads the training's options
+COPIED = (*TOKENIZER_FILES, RESULTS)
 
 
 def finetune(

@@ -68,6 +68,17 @@ def test_a_smaller_model(folder, tmp_path, capsys, dense):
     assert load_tokenizer(tmp_path / "out").get_vocab() == load_tokenizer(folder / "classes").get_vocab()
 
 
+def test_what_a_training_found_out_stays(folder, tmp_path):
+    """`predict` reads its options, such as SQuAD's doc_stride, beside the model."""
+    shutil.copytree(folder / "classes", tmp_path / "classes")
+    found = json.dumps({"options": {"doc_stride": 24}})
+    (tmp_path / "classes" / "results.json").write_text(found)
+    assert prune(tmp_path, "classes", tmp_path / "small", "--layers", "0") == 0
+    given = ["--model", tmp_path / "small", "--output", tmp_path / "int8"]
+    assert main([*map(str, ["quantize", *given])]) == 0
+    assert (tmp_path / "int8" / "results.json").read_text() == found
+
+
 def test_a_sentence_encoder_stays_one(folder, tmp_path, capsys):
     SentenceEncoder.from_pretrained(folder / "encoder", pooling="cls").save_pretrained(tmp_path / "whole")
     shutil.copy(folder / "pairs.tsv", tmp_path / "pairs.tsv")
