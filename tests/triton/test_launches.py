@@ -17,7 +17,7 @@ from fastbert.layers import linear as linear_layers
 from fastbert.layers.batch import PackedBatch
 from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.models.config import EncoderConfig
-from fastbert.ops import attention as attention_op
+from fastbert.ops import attention_autograd
 from fastbert.ops import attention_places as places_op
 from fastbert.runtime import dispatch
 from fastbert.runtime.table import TABLE
@@ -62,7 +62,7 @@ def counted(monkeypatch, request):
     monkeypatch.setattr(linear_layers, "FLOAT", joined)
     monkeypatch.setitem(linear_layers.LINEAR_KINDS, torch.nn.Linear, joined)
     monkeypatch.setattr(aten_linear, "_widened", lambda *_: False)  # a GPU multiplies bfloat16
-    for module in (attention_op, places_op):  # on a GPU its values are not looked at
+    for module in (attention_autograd, places_op):  # on a GPU its values are not looked at
         monkeypatch.setattr(module, "check_table", lambda *args: None)
     mode = Counted()
 
