@@ -172,6 +172,9 @@ class LayerForm:
         global_tokens: whether some tokens may see all tokens, and be seen by all; see `global_tokens.py`.
         paths: the paths of containers, linear layers, norms, dropouts and the activation, split at the dots.
             Each path of a linear layer or norm comes with its dotted form.
+        kinds: the fields in which the layer is of another kind than BERT's. An executor with mathematics of
+            its own refuses a layer with a kind that it does not know. `blocks` is none, because it matters in
+            some calls alone (`PackedBatch.lengths`).
     """
 
     names: LayerNames
@@ -194,6 +197,7 @@ class LayerForm:
     blocks: Blocks | None = None
     global_tokens: bool = False
     paths: tuple[Any, ...] = field(init=False, repr=False, compare=False)
+    kinds: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         stock, norms = self.stock, self.names.norms
@@ -206,18 +210,11 @@ class LayerForm:
             tuple(None if path is None else path.split(".") for path in stock.dropouts),
             stock.activation.split("."),
         )
-        object.__setattr__(self, "paths", paths)  # the class is frozen
-
-    @functools.cached_property
-    def kinds(self) -> frozenset[str]:
-        """The fields in which the layer is of another kind than BERT's.
-
-        An executor with mathematics of its own refuses a layer with a kind that it does not know. `blocks` is
-        none, because it matters in some calls alone (`PackedBatch.lengths`).
-        """
-        sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths", "blocks")
+        sizes = ("names", "stock", "nheads", "head_dim", "activation", "kept", "paths", "blocks", "kinds")
         others = [field for field in fields(self) if field.name not in sizes]
-        return frozenset(field.name for field in others if getattr(self, field.name) != field.default)
+        kinds = frozenset(field.name for field in others if getattr(self, field.name) != field.default)
+        object.__setattr__(self, "paths", paths)  # the class is frozen
+        object.__setattr__(self, "kinds", kinds)
 
     @property
     def linears(self) -> tuple[str, ...]:
