@@ -43,22 +43,21 @@ auto with_ids(const IdMatrix& m, const F& f) {
     return m.dtype == kInt32 ? f(Reader<std::int32_t>(m)) : f(Reader<std::int64_t>(m));
 }
 
-// Copies the kept elements of a matrix to `out`; `indices` null: all. False if an element, kept or not, is
-// outside [0, size).
-bool gather(const IdMatrix& from, std::int64_t size, const std::int64_t* indices, std::int64_t total,
-            std::int64_t* out) {
+// Copies the kept elements of a matrix to `out`; they are those of `rows`. False if an element, kept or not,
+// is outside [0, size).
+bool gather(const IdMatrix& from, std::int64_t size, const GraphRows& rows, std::int64_t* out) {
     return with_ids(from, [&](const auto& at) {
-        bool legal = true;
-        for (std::int64_t r = 0; r < from.rows; ++r)
+        std::uint64_t seen = 0;  // the highest bit: an element, or size - 1 less the element, was negative
+        for (std::int64_t r = 0; r < from.rows; ++r) {
             for (std::int64_t c = 0; c < from.cols; ++c) {
-                const auto id = static_cast<std::int64_t>(at(r, c));
-                legal &= id >= 0 && id < size;
-                if (indices == nullptr) *out++ = id;
+                const auto id = static_cast<std::uint64_t>(at(r, c));
+                seen |= id | (static_cast<std::uint64_t>(size - 1) - id);
             }
-        if (indices != nullptr)
-            for (std::int64_t t = 0; t < total; ++t)
-                out[t] = at(indices[t] / from.cols, indices[t] % from.cols);
-        return legal;
+            const std::int64_t start = rows.ends[r], first = r * from.cols;
+            for (std::int64_t t = start; t < rows.ends[r + 1]; ++t)
+                out[t] = at(r, rows.indices == nullptr ? t - start : rows.indices[t] - first);
+        }
+        return seen >> 63 == 0;
     });
 }
 
@@ -152,12 +151,12 @@ bool pack_host_batch(const IdRules& rules, std::int64_t batch, std::int64_t seql
     bool legal = true;
     std::int64_t first_free = 0, first_free_type = 0;
     if (ids != nullptr) {
-        legal &= gather(*ids, rules.vocab_size, out.indices, total, out.ids);
+        legal &= gather(*ids, rules.vocab_size, out, out.ids);
         if (rules.pad >= 0) padded_positions(*ids, rules.pad, out);
         first_free = total;
     }
     if (types != nullptr) {
-        legal &= gather(*types, rules.type_vocab_size, out.indices, total, out.types);
+        legal &= gather(*types, rules.type_vocab_size, out, out.types);
         first_free_type = total;
     }
     std::fill(out.ids + first_free, out.ids + out.tokens, 0);

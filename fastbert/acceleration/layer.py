@@ -67,10 +67,9 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
         """See `PackedLayer`. The model's `gap`, or `forward`, has checked the layer."""
         return self.parts()
 
-    def options(self) -> object:
+    def options(self) -> list[dict[str, Any]]:
         """See `PackedLayer`."""
-        state = self.fastbert_state
-        return state.options, state.form, state.act
+        return [vars(self.fastbert_state)]
 
     def is_called(self) -> bool:
         """See `PackedLayer`. The call of transformers' class recomputes activations in backward."""
@@ -104,10 +103,13 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
             RuntimeError: 8-bit weights were asked for and cannot serve the call, which needs a gradient, or
                 with `strict` would run in floating point.
         """
-        self._count(True)
-        state, gradients = self.fastbert_state, torch.is_grad_enabled()
+        state = self.fastbert_state
+        # A counter would be a constant of the compiled code
+        if not torch.compiler.is_compiling():
+            state.calls.fused += 1
         if not state.options.int8:
             return
+        gradients = torch.is_grad_enabled()
         reason = int8_gap(self) if state.options.strict or gradients else None
         if reason is not None and state.options.strict:
             raise RuntimeError(f"{state.name}: {reason}; it would run in floating point (strict=True)")
@@ -125,12 +127,6 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
         """Whether attention runs as stock on a padded batch, with the caller's distances or global tokens."""
         family = FAMILIES[self.fastbert_state.model_type]
         return family.disentangled or family.global_tokens
-
-    def _count(self, fused: bool) -> None:
-        # A counter would be a constant of the compiled code
-        if not torch.compiler.is_compiling():
-            self.fastbert_state.fused_calls += fused
-            self.fastbert_state.stock_calls += not fused
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The stock layer's call, or with a `PackedBatch` the call of `EncoderLayer.forward`."""
@@ -154,7 +150,8 @@ class AcceleratedLayer(PackedLayer, AnyLayer):
             if form.window is not None and not self._has_window(given):
                 form = replace(form, window=None)
         if reason is not None or len(args) > len(stock.positional):
-            self._count(False)
+            if not torch.compiler.is_compiling():
+                state.calls.stock += 1
             if state.options.strict:
                 raise RuntimeError(f"{state.name}: {reason}; it would run as stock (strict=True)")
             return super().forward(hidden_states, *args, **kwargs)

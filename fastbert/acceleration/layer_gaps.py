@@ -7,7 +7,7 @@ every call. So each of them is checked before every call: `gap` returns why a la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,14 @@ _OWN_MATRICES = ("q", "k", "v", "o", "r", "r_r_bias", "r_s_bias", "r_w_bias", "s
 
 
 @dataclass
+class Calls:
+    """The number of calls of a layer that ran fused and as stock, without those of torch.compile."""
+
+    fused: int = 0
+    stock: int = 0
+
+
+@dataclass
 class LayerState:
     """What `accelerate` stores in a layer.
 
@@ -42,7 +50,7 @@ class LayerState:
         options: see `Options`.
         reason: why only the stock layer can run, or None.
         further: linear layers that are checked besides those of `form.paths`, in the same form.
-        fused_calls, stock_calls: number of calls that ran fused and as stock, without those of torch.compile.
+        calls: see `Calls`; an object of its own, because a kept plan holds only while nothing else changes.
     """
 
     model_type: str
@@ -52,8 +60,7 @@ class LayerState:
     options: Options
     reason: str | None = None
     further: tuple[tuple[list[str], str], ...] = ()
-    fused_calls: int = 0
-    stock_calls: int = 0
+    calls: Calls = field(default_factory=Calls)
 
     @classmethod
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:

@@ -159,7 +159,7 @@ class AcceleratedModel(Accelerated):
         last = packing.unpack(hidden)
         fields: dict[str, Any] = {"last_hidden_state": last}
         if family.pooler:
-            fields["pooler_output"] = self._pool(last)
+            fields["pooler_output"] = self._pool(plan, last)
         if wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
         stock = family.stock_model
@@ -176,7 +176,9 @@ class AcceleratedModel(Accelerated):
         embedded = self.embeddings(**{name: given.get(name) for name in names})
         return replace(inputs, inputs_embeds=inputs.packing.pack(embedded))
 
-    def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float, called: bool) -> Tensor:
+    def _embed(
+        self, inputs: Inputs, seed: Tensor | None, known: dict[str, Any], dropout_p: float, called: bool
+    ) -> Tensor:
         """The embedding output (rows, width); `called` says whether only the module itself can make it.
 
         Under FSDP only a call of the module gathers its parameters.
@@ -189,7 +191,7 @@ class AcceleratedModel(Accelerated):
         if isinstance(root, nn.Embedding):
             return root(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-        if not called and seed is None and (y := launched(root, *ids)) is not None:
+        if not called and seed is None and (y := launched(root, *ids, known)) is not None:
             return y
         if not (called or any(is_hooked(child) for child in root.modules())):
             return embed(root, *ids, seed, dropout_p)
@@ -198,7 +200,7 @@ class AcceleratedModel(Accelerated):
         rows = {n: t[None] for n, t in zip(names, ids, strict=True) if t is not None and n in taken}
         return root(**{"input_ids": None, **rows})[0]
 
-    def _pool(self, hidden: Tensor) -> Tensor | None:
+    def _pool(self, plan: Plan, hidden: Tensor) -> Tensor | None:
         """The pooler's output of (batch, seqlen, hidden).
 
         The pooler is called as a module if FSDP gathers its parameters in hooks, or if it was replaced. Else
@@ -209,12 +211,14 @@ class AcceleratedModel(Accelerated):
         if pooler is None:
             return None
         parts, family = pooler._modules, FAMILIES[self.fastbert_state.model_type]
-        if (
-            parts.keys() == {"dense", "activation"}
-            and type(pooler).forward.__module__ == family.stock_module
-            and type(parts["activation"]) is nn.Tanh
-            and not is_hooked(pooler)
-        ):
+        if "pooler" not in plan.known:
+            plan.known["pooler"] = (
+                parts.keys() == {"dense", "activation"}
+                and type(pooler).forward.__module__ == family.stock_module
+                and type(parts["activation"]) is nn.Tanh
+                and not is_hooked(pooler)
+            )
+        if plan.known["pooler"]:
             return apply_linear(parts["dense"], hidden[:, 0], "tanh")
         activation = family.stock_model.pooler_activation
         if activation is None:

@@ -220,8 +220,7 @@ def tables(model: Any) -> tuple[Any, ...]:
     root, name = model._modules[family.embeddings], family.word_table.rpartition(".")[2]
     if family.embeddings == family.word_table:
         return root, None, None
-    names = name, "position_embeddings", "token_type_embeddings"
-    return tuple(getattr(root, table, None) for table in names)
+    return tuple(map(root._modules.get, (name, "position_embeddings", "token_type_embeddings")))
 
 
 def device_of(model: Any) -> torch.device:

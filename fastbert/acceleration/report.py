@@ -187,7 +187,7 @@ def _explain_model(model: Any) -> Explanation:
         state = module.fastbert_state if isinstance(module, Accelerated) else None
         if kind == "layer":
             reason = "not accelerated" if state is None else layer_gaps.gap(module, is_sharded(module))
-            counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
+            counts = (0, 0) if state is None else (state.calls.fused, state.calls.stock)
             asked = state is not None and reason is None and state.options.int8
             float_reason = layer_gaps.int8_gap(module) if asked else None
             rows.append(

@@ -86,7 +86,7 @@ class AcceleratedStream(AnyLayer):
         if args and type(args[0]) is PackedBatch:
             return self._packed(output_h, *args)
         if state is not None and not (exporting() or torch.compiler.is_compiling()):
-            state.stock_calls += 1
+            state.calls.stock += 1
             if state.options.strict:
                 reason = gap(self) or "only the stock layer takes a padded batch"
                 raise RuntimeError(f"{state.name}: {reason}; it would run as stock (strict=True)")
@@ -97,7 +97,7 @@ class AcceleratedStream(AnyLayer):
     ) -> tuple[Tensor, Tensor | None]:
         state: LayerState = self.fastbert_state
         self.check_gathered()
-        state.fused_calls += 1
+        state.calls.fused += 1
         x, probs = RelativeAttention.forward(self.rel_attn, x, batch, asked)
         if state.options.ffn and knows_activation(self, state):
             return FeedForward.forward(self.ff, x, batch.seed, asked, batch), probs

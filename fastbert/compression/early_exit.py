@@ -322,7 +322,7 @@ class EarlyExit(Learns):
             encoder,
             encoder.family,
             plan,
-            lambda seed: encoder.embed_inputs(inputs),
+            lambda seed, known: encoder.embed_inputs(inputs),
             inputs,
             False,
             first_only=first_only,

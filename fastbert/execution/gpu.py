@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastbert.execution import launchers
 from fastbert.execution.call import Call, Step
+from fastbert.layers.encoder_layer import PackedLayer
 from fastbert.layers.float_linear import joined_weights
 from fastbert.ops import encoder_layers
 from fastbert.ops.encoder_layers import LayerStack, LayerWeights
@@ -54,6 +55,8 @@ class Joined(list[Any]):
     def __init__(self, group: list[tuple[Step, LayerStack]]):
         super().__init__(group)
         self.stack = LayerStack.joined([stack for _, stack in group])
+        layers = [step.layer for step, _ in group]
+        self.begun = [layer for layer in layers if type(layer).begin is not PackedLayer.begin]
 
 
 kept = Joined  # see `plan`
@@ -62,8 +65,8 @@ kept = Joined  # see `plan`
 def run(group: list[tuple[Step, LayerStack]], x: Tensor, call: Call) -> Tensor:
     """See `plan`."""
     group = group if isinstance(group, Joined) else Joined(group)
-    for step, _ in group:
-        step.layer.begin(x)
+    for layer in group.begun:
+        layer.begin(x)
     batch, number = call.batch.dense(), group[-1][0].number
     outputs = encoder_layers.encoder_layers(
         x,

@@ -108,6 +108,7 @@ class Plan:
         steps: see `survey`.
         changed: the first layer that must be called on a padded batch, or None.
         drops: whether a layer on packed tokens drops anything.
+        known: what callers found in the modules, which holds as long as the plan.
         kept: what is asked of a call -> (what each executor runs, what was derived for it).
         state: the state of the modules that the decision depends on, if the plan is kept.
         made: how many plans in a row were made because something had changed.
@@ -122,10 +123,7 @@ class Plan:
         around: Sequence[nn.Module] = (),
     ):
         self.layers, self.around = layers, around
-        # Layers that look at more than their modules' own attributes
-        own_options = PackedLayer.options
-        self._asked = [m for m in layers if getattr(type(m), "options", own_options) is not own_options]
-        self.options = [layer.options() for layer in self._asked]
+        self.known: dict[str, Any] = {}
         self.kept: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
         self.state: ModelState | None = None
         self.made = 0
@@ -136,6 +134,7 @@ class Plan:
         self._forwards = list(map(_forward, self._kinds))
         every = (container, *self._below) if keeps else ()
         self._tables = [t for m in every for t in (m._parameters, m._buffers, m._modules, vars(m))]
+        self._tables += [t for m in layers if keeps and isinstance(m, PackedLayer) for t in m.options()]
         own_tensors = (t for m in every for table in (m._parameters, m._buffers) for t in table.values())
         self._tensors = [t for t in own_tensors if t is not None]
         self._before = self._state([]) if keeps else None
@@ -157,7 +156,6 @@ class Plan:
             and calls_all() is None
             and list(map(_forward, self._kinds)) == self._forwards
             and state.untouched()
-            and self.options == [layer.options() for layer in self._asked]
         )
 
     def run(self, x: Tensor, call: Call) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from operator import itemgetter, methodcaller
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -111,23 +111,55 @@ _HAS_FORWARD, _MAX_NORM = methodcaller("__contains__", "forward"), itemgetter("m
 _KINDS = [[*[nn.Embedding] * (len(names) - 2), nn.LayerNorm, nn.Dropout] for names in _NAMES]
 
 
+class _Tables(NamedTuple):
+    """What `launched` reads of the modules; all that is in it has been checked."""
+
+    word: Tensor
+    position: Tensor
+    segment: Tensor | None
+    norm: Tensor
+    bias: Tensor
+    eps: float
+
+
 def launched(
     root: nn.Module,
     input_ids: Tensor | None,
     position_ids: Tensor,
     token_type_ids: Tensor | None,
     inputs_embeds: Tensor | None,
+    known: dict[str, Any] | None = None,
 ) -> Tensor | None:
     """What `embed` returns for packed ids in inference without dropout, straight from the launcher.
 
     None if anything is unusual; then the caller calls `embed`. `root` may be of any class, whose forward the
-    caller checks. The ids must be in range, as in checked inputs.
+    caller checks. The ids must be in range, as in checked inputs. `known` keeps what was found in the modules
+    until the caller drops it, because a module has changed.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     if input_ids is None or inputs_embeds is not None:
         return None
-    names, kinds = (each[token_type_ids is not None] for each in (_NAMES, _KINDS))
+    known, name = {} if known is None else known, "words" if token_type_ids is None else "words and segments"
+    if name not in known:
+        known[name] = _tables(root, token_type_ids is not None)
+    tables: _Tables | None = known[name]
+    given = input_ids, position_ids, *(() if token_type_ids is None else (token_type_ids,))
+    if tables is None or not checks.are_plain(
+        [tables.word, *given],
+        [tables.word.dtype, *[torch.int64] * len(given)],
+        [tables.word.shape, *[input_ids.shape] * len(given)],
+    ):
+        return None
+    word, position, segment, norm, bias, eps = tables
+    ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
+    inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, eps, 0.0, None, 0)
+    return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
+
+
+def _tables(root: nn.Module, segments: bool) -> _Tables | None:
+    """What `launched` reads of the modules, or None."""
+    names, kinds = _NAMES[segments], _KINDS[segments]
     modules = [*map(root._modules.get, names)]
     if [*map(type, modules)] != kinds or len(root._modules) != len(modules):
         return None
@@ -141,17 +173,12 @@ def launched(
         return None
     *tables, norm = [own["_parameters"].get("weight") for own in held[:-1]]
     bias, width, eps = held[-2]["_parameters"]["bias"], held[-2]["normalized_shape"], held[-2]["eps"]
-    ids = [input_ids, position_ids, token_type_ids][: len(tables)]
     sizes = [(own["num_embeddings"], *width) for own in held[:-2]]
     if width <= (NARROW,) or not checks.are_plain(
-        [*tables, norm, bias, *ids],
-        [getattr(norm, "dtype", torch.int64)] * (len(tables) + 2) + [torch.int64] * len(ids),
-        [*sizes, width, width, *[input_ids.shape] * len(ids)],
+        [*tables, norm, bias],
+        [getattr(norm, "dtype", torch.int64)] * (len(tables) + 2),
+        [*sizes, width, width],
     ):
         return None
-    if len(tables) < 3:
-        tables.append(None)
-    word, position, segment = tables
-    ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
-    inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, checks.eps(eps), 0.0, None, 0)
-    return dispatch.launcher("embedding_fwd", word.device, word.dtype)(inputs, None)[0]
+    word, position, segment = [*tables, None][:3]
+    return _Tables(word, position, segment, norm, bias, checks.eps(eps))

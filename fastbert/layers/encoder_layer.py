@@ -113,9 +113,9 @@ class PackedLayer(nn.Module):
         layer = first_token.layer if asked.first_only else encoder.layer
         return layer(self.form, self.parts(), hidden, batch, asked)
 
-    def options(self) -> object:
-        """What `look` depends on besides the attributes of the layer's modules; compared by `==`."""
-        return None
+    def options(self) -> list[dict[str, Any]]:
+        """The dictionaries that `look` depends on besides those of the layer's modules."""
+        return []
 
     def dropout_rates(self) -> tuple[float, ...]:
         """The probabilities of the layer's dropout modules, each by its own mode.

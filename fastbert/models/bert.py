@@ -426,19 +426,26 @@ class BertModel(PreTrainedModel):
             schedule=config.elimination(),
         )
 
-    def embed_inputs(self, inputs: Inputs, seed: Tensor | None = None) -> Tensor:
+    def embed_inputs(
+        self, inputs: Inputs, seed: Tensor | None = None, known: dict[str, Any] | None = None
+    ) -> Tensor:
         """The embeddings of packed tokens, (rows, embedding size), as the first layer or the projection reads
         them.
 
         Args:
             inputs: checked, on the model's device.
             seed: (1,) int64 of the dropout, on the device; None: nothing drops.
+            known: see `embed.launched`.
         """
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
         family = self.config.family
         embeddings = self._modules[family.embeddings]
         ours = isinstance(embeddings, OWN)
-        if type(embeddings) is Embeddings and seed is None and (y := launched(embeddings, *ids)) is not None:
+        if (
+            type(embeddings) is Embeddings
+            and seed is None
+            and (y := launched(embeddings, *ids, known)) is not None
+        ):
             return y
         if inputs.inputs_embeds is not None and family.embeddings == family.word_table:
             return inputs.inputs_embeds

@@ -26,6 +26,7 @@ from fastbert.layers.modules import calls_all, changed, part, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.taps import Taps
 from fastbert.models.batch import batch_of, padded_of
+from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.stack import Stack
@@ -43,7 +44,7 @@ def run_encoder(
     root: nn.Module,
     family: Family,
     layers: list[Any] | Plan,
-    embed: Callable[[Tensor | None], Tensor],
+    embed: Callable[[Tensor | None, dict[str, Any]], Tensor],
     inputs: Inputs,
     drops: bool,
     *,
@@ -67,7 +68,8 @@ def run_encoder(
         root: the encoder, with its parts under the family's names.
         layers: the layers in execution order (`layers_of`), or their plan; fastbert/execution runs them. A
             layer with hooks or replaced parts (`gap`) is called on a padded batch, as in transformers.
-        embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
+        embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout and
+            `Plan.known`.
         inputs: the batch, on the model's device.
         drops: whether the embeddings drop. A seed is drawn only if the embeddings or a layer drop, and no
             seed is passed.
@@ -95,7 +97,8 @@ def run_encoder(
     """
     packed, stack = inputs.packing, cast(Any, root._modules[family.layers.partition(".")[0]])
     own = getattr(root, "layer_class", PackedLayer)
-    plan: Any = layers if isinstance(layers, Plan) else plan_of(stack, layers, own)
+    around: list[Any] = [root._modules[family.embeddings]]
+    plan: Any = layers if isinstance(layers, Plan) else plan_of(stack, layers, own, around)
     conv = stack._modules.get("conv") if family.disentangled and start is None else None
     steps = plan.steps
     if layerdrop and root.training:
@@ -110,13 +113,13 @@ def run_encoder(
         seed = dropout_seed(inputs.device)
 
     inside = start is None and (family.projection or "").startswith(family.layers.partition(".")[0] + ".")
-    hidden = embed(seed) if start is None else start
+    hidden = embed(seed, plan.known) if start is None else start
     if start is None and not inside:
         hidden = _project(root, family, packed, hidden)
-    around = stack if type(stack) is Stack and (calls_all() or watched(stack)) else None
+    watching = stack if type(stack) is Stack and (calls_all() or watched(stack)) else None
     first = (
         first_only
-        and not (want_attentions or want_states or taps is not None or around is not None)
+        and not (want_attentions or want_states or taps is not None or watching is not None)
         and hidden.shape[0] > 0
         and _last_may_skip(root, family, steps, conv)
     )
@@ -153,7 +156,7 @@ def run_encoder(
                 call.states[-1] = x
         return x, call.states, call.attentions
 
-    hidden, states, attentions = run(hidden) if around is None else around.around(run, hidden, packed)
+    hidden, states, attentions = run(hidden) if watching is None else watching.around(run, hidden, packed)
     if first_only:
         hidden = packed.keep_first(hidden) if first else packed.first_rows(hidden)
     return hidden, states, attentions
@@ -251,7 +254,8 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[Any]:
     """
     stack: Any = part(root, family.layers)
     if family.group_layers is None:
-        groups = getattr(config, "layer_groups", None)
+        # transformers' configs have none, and take long to say so
+        groups = config.layer_groups if isinstance(config, EncoderConfig) else None
         return [*stack._modules.values()] if groups is None else [stack[group] for group in groups]
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -295,16 +296,15 @@ def packed_on_host(
     if tokens > total:
         parts = [part[:total] for part in parts]
     input_ids, position_ids, segments, *indices = parts
-    packed, holes = Packing(batch, seqlen, cu_seqlens, seqlen), False
-    if not whole and mask is not None:
+    if whole or mask is None:
+        packed, holes = Packing(batch, seqlen, cu_seqlens, seqlen), False
+    else:
         ends = memory[3 * tokens : 3 * tokens + words].view(torch.int32)[: batch + 1].tolist()
-        lengths = tuple(end - start for start, end in pairwise(ends))
+        lengths = tuple(map(operator.sub, ends[1:], ends))
         keep = packing.send(mask if mask.dtype == torch.bool else mask != 0, device)
-        known = {"max_seqlen": max(lengths), "lengths": lengths}
-        packed = replace(packed, indices=indices[0], mask=keep, **known)
-        if config.family.counts_columns:
-            # Not the positions, which may skip a hole of padding
-            holes = has_holes(memory[3 * tokens + words :], ends)
+        packed = Packing(batch, seqlen, cu_seqlens, max(lengths), indices[0], keep, lengths=lengths)
+        # Not the positions, which may skip a hole of padding
+        holes = config.family.counts_columns and has_holes(memory[3 * tokens + words :], ends)
     own = segments if has_segments else None
     return Inputs(input_ids, position_ids, own, None, None, packed, holes=holes)
 

@@ -51,7 +51,7 @@ def content_stream(
     if drops and seed is None:
         seed = dropout_seed(inputs.device)
 
-    def embed(seed: Tensor | None) -> Tensor:
+    def embed(seed: Tensor | None, _known: dict[str, Any]) -> Tensor:
         x = inputs.inputs_embeds
         x = model._modules[family.embeddings](inputs.input_ids) if x is None else x
         return dropped(x, drops, seed, 0) if drops else x

@@ -215,7 +215,7 @@ def _check_indices(indices: Tensor, x: Tensor, rows: int) -> None:
     if indices.dim() != 1:
         raise ValueError(f"indices: expected shape (total,), got {tuple(indices.shape)}")
     checks.ids_in_range("indices", "position", indices, rows, "a padded batch of batch * seqlen")
-    if indices.device.type == "cpu" and not torch.compiler.is_compiling():
+    if checks.has_values(indices) and not torch.compiler.is_compiling():
         falls = (indices[1:] <= indices[:-1]).nonzero()
         if falls.numel():
             at = int(falls[0])
