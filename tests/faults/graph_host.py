@@ -9,9 +9,11 @@ _PLACES = "csrc/cpu/tensor_places.cpp"
 _fault = faults_of(_BATCH)
 
 FAULTS = (
-    _fault("ids below zero are legal", "legal &= id >= 0 && id < size;", "legal &= id < size;"),
-    _fault("ids in the padding not checked", "for (std::int64_t c = 0; c < from.cols; ++c) {", "for (std::int64_t c = 0; c < (indices == nullptr ? from.cols : from.cols - 1); ++c) {"),
-    _fault("indices by rows of another length", "at(indices[t] / from.cols, indices[t] % from.cols)", "at(indices[t] / from.rows, indices[t] % from.rows)"),
+    _fault("ids below zero are legal", "seen |= id | (static_cast<std::uint64_t>(size - 1) - id);", "seen |= static_cast<std::uint64_t>(size - 1) - id;"),
+    _fault("ids behind the table are legal", "seen |= id | (static_cast<std::uint64_t>(size - 1) - id);", "seen |= id;"),
+    _fault("kept ids follow one another", "rows.indices == nullptr ? t - start : rows.indices[t] - first", "t - start"),
+    _fault("ids in the padding not checked", "for (std::int64_t c = 0; c < from.cols; ++c) {", "for (std::int64_t c = 0; c < (rows.indices == nullptr ? from.cols : from.cols - 1); ++c) {"),
+    _fault("indices by rows of another length", "first = r * from.cols;", "first = r * from.rows;"),
     _fault("RoBERTa: padding counted", "count += real;", "++count;"),
     _fault("RoBERTa: positions of padding", "real ? pad + count : pad;", "pad + count;"),
     _fault("RoBERTa: the count never restarts", "            std::int64_t count = 0;\n", "            static std::int64_t count = 0;\n"),
