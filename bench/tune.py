@@ -54,6 +54,7 @@ from bench.lib.tuned import merge, read_table, with_entry
 from fastbert import testing
 from fastbert.kernels import tuning
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 from fastbert.testing.error_rule import with_grad
 
 BUDGET_SECONDS = 240.0
@@ -139,14 +140,14 @@ def first(output: Any) -> torch.Tensor:
 
 def expected(task: Task, inputs: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(plain PyTorch in the dtype, the truth in float32, which is exact compared with half precision)."""
-    wide = torch.float32 if task.dtype in testing.HALF else torch.float64
+    wide = torch.float32 if task.dtype in HALF else torch.float64
     return evaluate(task, task.case.eager, inputs), evaluate(task, task.case.eager, inputs, wide)
 
 
 def wrong(task: Task, config: Any, inputs: dict, eager: dict, truth: dict) -> str:
     """Which result of a config breaks the error rule, and how; "" where none does."""
     for name, actual in computed(task, config, inputs).items():
-        floor = task.case.floor(inputs, name) if task.dtype not in testing.HALF else 0.0
+        floor = task.case.floor(inputs, name) if task.dtype not in HALF else 0.0
         *_, reason = testing.compare(actual, eager[name], truth[name], task.dtype, floor)
         if reason:
             return f"{name}: {reason}" if KINDS[task.op].backward else reason

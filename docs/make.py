@@ -26,6 +26,7 @@ from bench.lib.charts import front  # noqa: E402
 from bench.lib.tables import table  # noqa: E402
 from fastbert.pretraining import recipe  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.runtime.namespaces import has_backward  # noqa: E402
 from fastbert.runtime.table import TABLE  # noqa: E402
 
 DTYPES = {
@@ -53,7 +54,7 @@ def _newest() -> quoted.Rows:
 
 
 def _passes(backend: str, op: str) -> str:
-    return "fwd, bwd" if dispatch.has_backward(backend, op) else "fwd"
+    return "fwd, bwd" if has_backward(backend, op) else "fwd"
 
 
 def matrix() -> list[str]:

@@ -49,7 +49,8 @@ from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
 if TYPE_CHECKING:
-    from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+    from fastbert.ops.attention import AttentionInputs
+    from fastbert.ops.attention_inputs import AttentionNeeds
     from fastbert.ops.attention_relative import RelativeScores
 
 

@@ -47,6 +47,7 @@ from bench.lib.report import Report
 from bench.lib.roofs import TAGS
 from fastbert import testing
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
 
 BACKENDS = ("triton", "cuda")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -239,7 +240,7 @@ def determinism(check: Check, unit: Unit) -> Iterator[None]:
     """Bit-equal repeats."""
     case, repeats = one_case(check, unit), 3 if check.tiny else REPEATS
     with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
-        backward = dispatch.has_backward(unit.backend, unit.op)
+        backward = has_backward(unit.backend, unit.op)
         inputs = case.inputs(unit.dtype, check.device)
         call = evaluator(check, unit, case, inputs, backward)
         first = {name: value.clone() for name, value in call().items()}

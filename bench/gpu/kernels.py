@@ -31,6 +31,7 @@ from bench.lib.kernels import PASSES, bench_case
 from bench.lib.roofs import TAGS, Roofs
 from fastbert import testing
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import INFERENCE_ONLY
 
 
 def rows(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> Iterator[dict]:
@@ -40,7 +41,7 @@ def rows(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> I
         for op in args.op or dispatch.OPS:
             for dtype in (getattr(torch, name) for name in args.dtype or ("float32", "bfloat16")):
                 for which in args.passes or PASSES:
-                    if which == "backward" and op in dispatch.INFERENCE_ONLY:
+                    if which == "backward" and op in INFERENCE_ONLY:
                         continue
                     for case in testing.bench_cases(op, workloads.lengths(workload)):
                         if left() > 0:

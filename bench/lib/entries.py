@@ -18,6 +18,7 @@ import torch
 from bench.lib.workloads import MODELS
 from fastbert import testing
 from fastbert.kernels import tuning
+from fastbert.runtime.table import HALF
 from fastbert.testing.op_cases.attention import AttentionCase
 from fastbert.testing.op_cases.feed_forward import FeedForwardCase
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
@@ -217,7 +218,7 @@ class LinearNorm(Kind):
             yield ROWS.index(bucket), LinearNormCase(2**bucket, k, out)
 
     def keys(self, case, dtype):
-        if dtype not in testing.HALF:
+        if dtype not in HALF:
             # no kernel
             return ()
         return (module_of("linear_norm").tuning_key(*self.facts(case), dtype),)

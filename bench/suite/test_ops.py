@@ -10,6 +10,7 @@ import torch
 from bench.lib import kernels, workloads
 from fastbert import testing
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import INFERENCE_ONLY
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WORKLOADS = {"cpu": ("1x128", "1x512", "8x128", "ragged16"), "cuda": ("full", "squad", "latency-128")}
@@ -24,7 +25,7 @@ def cases(device: torch.device) -> Iterator[object]:
             for case in testing.bench_cases(op, workloads.lengths(workload)):
                 for tag, dtype in DTYPES.items():
                     for which in kernels.PASSES:
-                        if which == "backward" and op in dispatch.INFERENCE_ONLY:
+                        if which == "backward" and op in INFERENCE_ONLY:
                             continue
                         for backend in [*kernels.timed_backends(op, device, dtype), "torch"]:
                             marks = [] if workload in SHORT[device.type] else [pytest.mark.long]

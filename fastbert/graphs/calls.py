@@ -14,6 +14,7 @@ from fastbert.layers import disentangled
 from fastbert.layers.modules import is_hooked
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 
 if TYPE_CHECKING:
     from fastbert.graphs.buckets import Bucket
@@ -163,7 +164,7 @@ def by_grid(model: BertModel) -> str | None:
         from fastbert.backends.cuda.attention import HEADDIMS
 
         common = not model.family.windows and model.config.kv_heads is None
-        if head_dim in HEADDIMS and (common or model.dtype in dispatch.HALF):
+        if head_dim in HEADDIMS and (common or model.dtype in HALF):
             return None
         following = dispatch.next_function("cuda", "attention_fwd", model.device, model.dtype)
         name = following.__module__.split(".")[2]

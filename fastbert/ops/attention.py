@@ -49,7 +49,6 @@ from fastbert.ops.attention_autograd import RELATIVE, AttentionFunction, attenti
 from fastbert.ops.attention_checks import check_bias, check_lengths, check_qkv, checked_scale, checked_window
 from fastbert.ops.attention_grid import from_grid, grid_mask, keep_mask, to_grid
 from fastbert.ops.attention_inputs import AttentionInputs
-from fastbert.ops.attention_inputs import AttentionNeeds as AttentionNeeds
 from fastbert.ops.attention_places import Places, checked_table
 from fastbert.ops.attention_relative import RelativeScores, checked_relative, dense_scores
 from fastbert.ops.dropout import SAVED_ON

@@ -39,6 +39,7 @@ from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import narrows
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 
 
 class FeedForwardInputs(NamedTuple):
@@ -283,7 +284,7 @@ def pays(x: Tensor, gated: str | None = None) -> bool:
     It does in half precision on a GPU where the activation is not gated, and never in inference. `x` is
     (..., hidden).
     """
-    return gated is None and x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in dispatch.HALF
+    return gated is None and x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in HALF
 
 
 def feed_forward(

@@ -31,6 +31,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.attention_checks import check_bias
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 
 # Tokens from which two half-precision weights are worth casting to float32: with fewer, `attention` over keys
 # and values of all tokens is faster.
@@ -103,7 +104,7 @@ def pays(x: Tensor, batch: int) -> bool:
     """
     if x.device.type == "cpu":
         return x.shape[0] >= CAST_FROM or checks.compute_dtype(x) == x.dtype
-    if x.dtype not in dispatch.HALF:
+    if x.dtype not in HALF:
         return False
     found = dispatch.serving_function("first_attention_pays", ("first_attention",), x.device, x.dtype)
     return found is not None and found(x, batch)

@@ -49,7 +49,7 @@ from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import rows_kind
+from fastbert.runtime.table import HALF, rows_kind
 
 
 class LinearInputs(NamedTuple):
@@ -136,7 +136,7 @@ def reads_wide(device: torch.device, dtype: torch.dtype, op: str = "linear") -> 
 def _is_trained_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether autocast rounds a float32 weight in training."""
     return (
-        checks.autocast_dtype(x) in dispatch.HALF
+        checks.autocast_dtype(x) in HALF
         and x.dtype != torch.float64
         and weight.dtype == torch.float32
         and weight.requires_grad

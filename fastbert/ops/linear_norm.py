@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import rows_kind
+from fastbert.runtime.table import HALF, rows_kind
 
 # How many counters a call may use.
 ARRIVALS = 16
@@ -84,7 +84,7 @@ def pays(x: Tensor, out_features: int) -> bool:
     It does for few rows in half precision on a GPU, where a backend has a kernel that passed its self-check:
     for so many rows the kernel is no slower than the two ops.
     """
-    if x.dtype not in dispatch.HALF:
+    if x.dtype not in HALF:
         return False
     try:
         op = f"linear_norm{rows_kind(x.shape[0])}"

@@ -18,11 +18,8 @@ from typing import Any
 import torch
 
 from fastbert.runtime.namespaces import BackendError, backend_module, refuse_unsupported, unsupported_reason
-from fastbert.runtime.namespaces import has_backward as has_backward
 from fastbert.runtime.plain import any_not_plain, plain_argument
 from fastbert.runtime.table import BACKENDS, OPS, SELF_CHECKED, op_of, ranking
-from fastbert.runtime.table import HALF as HALF
-from fastbert.runtime.table import INFERENCE_ONLY as INFERENCE_ONLY
 
 # The module whose `is_proven` says whether a kernel passed its self-check. It is loaded by name and at its
 # first use, like a backend: dispatch depends on neither.

@@ -3,7 +3,6 @@
 May import `backends`, `ops`, `runtime` and `kernels`.
 """
 
-from fastbert.testing.error_rule import HALF as HALF
 from fastbert.testing.error_rule import Case as Case
 from fastbert.testing.error_rule import Row as Row
 from fastbert.testing.error_rule import bench_cases as bench_cases

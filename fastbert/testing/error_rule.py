@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
+from fastbert.runtime.table import HALF
 
-HALF = (torch.bfloat16, torch.float16)
 Outputs = Tensor | tuple[Tensor, ...]
 
 
@@ -263,7 +264,7 @@ def run_case(
     Gradients are compared only where the backend has the op's backward and the dtype has gradients. `pin` is
     the context manager that makes the backend serve the op.
     """
-    backward = backward and dtype.is_floating_point and dispatch.has_backward(backend, case.op)
+    backward = backward and dtype.is_floating_point and has_backward(backend, case.op)
     inputs = case.inputs(dtype, device, seed)
     with torch.no_grad():
         shapes = case.oracle(**with_grad(inputs, (), torch.float64))

@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
 from fastbert.runtime.table import ROWS, call_kinds, rows_kind
 from fastbert.testing import error_rule, verdicts
 from fastbert.testing.device_time import DeviceClock, Sample
@@ -150,7 +151,7 @@ def _next(
                 verdict = verdicts.known(Unit(case.op, name, dtype), device)
                 if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:
                     continue
-            both = all(dispatch.has_backward(each, case.op) for each in (backend, name))
+            both = all(has_backward(each, case.op) for each in (backend, name))
             return name if both or not training else None
     return None
 

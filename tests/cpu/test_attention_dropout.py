@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.attention_inputs import EVERYWHERE
+from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import EVERYWHERE, AttentionNeeds
 from fastbert.ops.dropout import philox_keep
 from tests.support.cpu_attention import OFFSET, SEED, backward, forward, own_dtype, randn
 from tests.support.inputs import ends_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.ops.attention import AttentionNeeds
+from fastbert.ops.attention_inputs import AttentionNeeds
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from tests.support.cpu_attention import DTYPES, inputs_of, randn
 from tests.support.cpu_checks import assert_same_on_any_threads

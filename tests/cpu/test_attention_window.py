@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.ops.attention import AttentionNeeds
 from fastbert.ops.attention_checks import checked_window
 from fastbert.ops.attention_grid import outside_window, pack_bits
+from fastbert.ops.attention_inputs import AttentionNeeds
 from tests.support.cpu_attention import (
     DTYPES,
     backward,

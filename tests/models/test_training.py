@@ -16,6 +16,7 @@ from fastbert.layers.encoder_layer import EncoderLayer
 from fastbert.layers.form import SITES
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
 from tests.support import launchers, ranks, training_workers
 from tests.support.accelerated_models import worst_gradient
 from tests.support.model_pairs import CASES, build, inputs_for, labels_for
@@ -364,7 +365,7 @@ def pins(backend: str) -> dict[str, str]:
         op: backend
         for op in dispatch.OPS
         if dispatch.unsupported_reason(backend, op, "cpu", torch.float32) is None
-        and dispatch.has_backward(backend, op)
+        and has_backward(backend, op)
     }
 
 

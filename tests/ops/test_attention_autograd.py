@@ -8,9 +8,9 @@ import torch._dynamo.testing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fastbert.backends.aten import attention as aten_attention
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention, attention_ref
+from fastbert.ops.attention import AttentionInputs, attention, attention_ref
 from fastbert.ops.attention_grid import keep_mask
-from fastbert.ops.attention_inputs import CAUSAL
+from fastbert.ops.attention_inputs import CAUSAL, AttentionNeeds
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from tests.support.attention_inputs import DOUBLE, PLAIN, assert_near, grads_of, qkv, serving
 from tests.support.inputs import ends_of

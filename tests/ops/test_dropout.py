@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.attention_inputs import EVERYWHERE
+from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import EVERYWHERE, AttentionNeeds
 from fastbert.ops.dropout import keep_mask_2d, lanes_of, philox_blocks, philox_keep, philox_lanes, threshold
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
 
 # Known answers of the algorithm's authors (Random123, kat_vectors, philox4x32 10): counter, key, words.
 KNOWN = [
@@ -162,7 +163,7 @@ def test_every_attention_draws_the_golden_bits(seed, offset, p):
         out, lse, _, bits = forward(inputs, False, True)
         assert bits.shape == (2, 21, 1), name
         dv = None
-        if dispatch.has_backward(name, "attention"):
+        if has_backward(name, "attention"):
             backward = dispatch.backend_module(name).attention_bwd
             needs = AttentionNeeds(True, True, True, False, False)
             dv = backward(unit, inputs, out, lse, bits, needs)[2]

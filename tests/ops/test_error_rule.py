@@ -20,6 +20,7 @@ from fastbert.ops.linear import linear, panel_maker
 from fastbert.ops.linear_int8 import linear_int8
 from fastbert.ops.linear_int8 import panel_maker as linear_int8_panels
 from fastbert.runtime import dispatch, loader
+from fastbert.runtime.table import INFERENCE_ONLY
 from fastbert.testing.op_cases.linear import LinearCase
 from fastbert.testing.op_cases.linear_int8 import LinearInt8Case
 from tests.support.attention_inputs import BACKENDS, is_long, serving
@@ -109,7 +110,7 @@ def test_error_rule(op, backend, which, dtype, case, any_isa, monkeypatch):
     attention = op == "attention"
     with serving(backend, is_long(case)) if attention else contextlib.nullcontext():
         rows = testing.run_case(case, "aten" if backend == "grid" else backend, dtype)
-    trained = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
+    trained = dtype.is_floating_point and op not in INFERENCE_ONLY
     assert any(row.quantity.startswith("d") for row in rows) == trained
     assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
     assert op != "packing" or not any(row.max_error for row in rows), "nothing is computed or may be off"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import TABLE
+from fastbert.runtime.table import INFERENCE_ONLY, TABLE
 from tests.support.hostile.public_ops import FIXED, PUBLIC, TABLES
 from tests.support.inputs import name
 from tests.support.ops import LAYOUTS, serves
@@ -27,7 +27,7 @@ def table_op(op: str) -> str:
     return "packing" if op in MOVING else op.partition(",")[0]
 
 
-TRAINED = [op for op in OPS if table_op(op) not in dispatch.INFERENCE_ONLY]
+TRAINED = [op for op in OPS if table_op(op) not in INFERENCE_ONLY]
 
 
 def served(ops):
@@ -52,7 +52,7 @@ def results(op, operands, trained=None, dy=lambda t: t):
     """The output and the gradients of `trained` (None: of every float operand), for the op's own numbers."""
     leaves = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in operands.items()}
     wanted = [n for n in trainable(leaves) if trained is None or n in trained]
-    if table_op(op) in dispatch.INFERENCE_ONLY:
+    if table_op(op) in INFERENCE_ONLY:
         wanted = []
     for n in wanted:
         leaves[n].requires_grad_()
@@ -157,7 +157,7 @@ def test_any_leading_dimensions(op, backend, lead):
         assert not any(t.any() for t in found.values())
 
 
-@pytest.mark.parametrize("op", dispatch.INFERENCE_ONLY)
+@pytest.mark.parametrize("op", INFERENCE_ONLY)
 def test_ops_for_inference_refuse_gradients(op):
     base = PUBLIC[op].args()
     for leaf in filter(is_float, base.values()):

@@ -11,7 +11,7 @@ from fastbert.layers import float_linear
 from fastbert.layers.dense_norm import feed_forward_norm
 from fastbert.ops import feed_forward as op
 from fastbert.ops.feed_forward import feed_forward, feed_forward_ref, pays
-from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 from tests.support.ops import DTYPES, assert_compiled_is_eager, pinned, served
 
 SERVED = served("feed_forward")
@@ -111,7 +111,7 @@ def test_compiled_is_eager():
 @pytest.fixture
 def calls(monkeypatch, noted):
     """As if a GPU's tokens came: which the layer gives to the op."""
-    monkeypatch.setattr(float_linear, "pays", lambda x: x.dtype in dispatch.HALF)
+    monkeypatch.setattr(float_linear, "pays", lambda x: x.dtype in HALF)
     return noted(float_linear, "feed_forward", lambda *args: args)
 
 
@@ -172,7 +172,7 @@ def test_pays_on_a_gpu_in_half_precision():
     with fake:
         for dtype in DTYPES:
             x = torch.empty(3, 4, dtype=dtype, device="cuda")
-            assert pays(x) == (dtype in dispatch.HALF)
+            assert pays(x) == (dtype in HALF)
             assert not pays(x, "first")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.ops.attention import attention
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.first_attention import CAST_FROM, first_attention, pays
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 from fastbert.testing.op_cases.first_attention import FirstAttentionCase
 
 BACKENDS = ("reference", "aten")
@@ -118,7 +118,7 @@ def test_a_bound_of_the_lengths_changes_nothing(backend):
 
 def test_pays_where_no_weight_is_cast_or_many_tokens_share_the_cast():
     for dtype in FLOATS:
-        wide = dtype not in testing.HALF
+        wide = dtype not in HALF
         assert pays(torch.empty(CAST_FROM - 1, 4, dtype=dtype), 1) == wide
         assert pays(torch.empty(CAST_FROM, 4, dtype=dtype), CAST_FROM)
     assert not pays(torch.empty(CAST_FROM, 4, device="meta"), 1)

@@ -18,6 +18,7 @@ import torch
 
 from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.runtime import dispatch, loader
+from fastbert.runtime.table import INFERENCE_ONLY
 from tests.support.hostile.custom_ops import OPS, differ
 from tests.support.hostile.public_ops import FIXED, PUBLIC, layer_call, layer_operands
 from tests.support.hostile.values import DIM, HEADS, floats
@@ -53,7 +54,7 @@ def lazily(operands, make):
 LAZY = {
     name: public for name, public in PUBLIC.items() if name not in ("attention, padded", "linear, panels")
 }
-INFERENCE_ONLY = ("encoder_layer", "encoder_layer, kept", *dispatch.INFERENCE_ONLY)
+UNTRAINED = ("encoder_layer", "encoder_layer, kept", *INFERENCE_ONLY)
 
 
 @needs_kernels
@@ -90,7 +91,7 @@ def test_the_negative_bit_changes_nothing(name, make):
                     else t
                     for n, t in operands.items()
                 }
-                if name in INFERENCE_ONLY:
+                if name in UNTRAINED:
                     leaves = operands
                 y = PUBLIC[name].function(**leaves)
                 grads = []
@@ -103,7 +104,7 @@ def test_the_negative_bit_changes_nothing(name, make):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [name for name in LAZY if name not in INFERENCE_ONLY])
+@pytest.mark.parametrize("name", [name for name in LAZY if name not in UNTRAINED])
 def test_a_gradient_of_zero_without_memory(name):
     for backend in ["aten", "reference"] if name == "pooling" else ["cpu", "aten", "reference"]:
         with dispatch.use_backend(backend):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import ARRIVALS, linear_norm, new_arrivals, pays
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import HALF
 from fastbert.testing.op_cases.linear_norm import LinearNormCase, bench
 
 BACKENDS = ("reference", "aten")
@@ -34,7 +34,7 @@ def test_is_linear_and_layer_norm(backend, bias, norm_bias):
     assert not made["arrivals"].any()
 
 
-@pytest.mark.parametrize("dtype", testing.HALF, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_norms_in_another_dtype(dtype):
     made = operands(dtype=dtype)
     wide = {n: made[n].double() for n in ("norm_weight", "norm_bias")}

@@ -7,7 +7,7 @@ import torch
 
 from fastbert.ops.linear_fp8 import FP8
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import op_of
+from fastbert.runtime.table import INFERENCE_ONLY, op_of
 from tests.support.hostile.custom_ops import OPS
 
 SHAPES = ("test_schema", "test_faketensor")
@@ -50,7 +50,7 @@ def test_opcheck(op, backend):
     with dispatch.use_backend(**{name: backend}):
         for change in variants(op, base, function._schema):
             operands = {**base, **change}
-            leaves = not (change or untrained) and op.endswith("_fwd") and name not in dispatch.INFERENCE_ONLY
+            leaves = not (change or untrained) and op.endswith("_fwd") and name not in INFERENCE_ONLY
             args = [
                 t.detach().clone().requires_grad_(leaves)
                 if isinstance(t, torch.Tensor) and t.is_floating_point()

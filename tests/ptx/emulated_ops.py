@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from fastbert.runtime import dispatch
+from fastbert.runtime.namespaces import has_backward
+from fastbert.runtime.table import HALF
 from fastbert.testing import error_rule
 from tests.ptx.emulated_launches import Emulation, emulated
 
@@ -28,7 +30,7 @@ RUNS = (("late", 0), ("early", 1), ("late", 2))
 def rows(case: error_rule.Case, dtype: torch.dtype, emulation: Emulation) -> Iterator[dict]:
     """One row per output and gradient of a case."""
     begin = time.perf_counter()
-    backward = dispatch.has_backward("triton", case.op)
+    backward = has_backward("triton", case.op)
     inputs = case.inputs(dtype, "cpu", 0)
     with torch.no_grad():
         outputs = case.oracle(**error_rule.with_grad(inputs, (), torch.float64))
@@ -47,7 +49,7 @@ def rows(case: error_rule.Case, dtype: torch.dtype, emulation: Emulation) -> Ite
         with dispatch.use_backend(**{case.op: "triton"}):
             found.append(evaluated(case.call))
     for name, truth in oracle.items():
-        floor = 0.0 if dtype in error_rule.HALF else case.floor(inputs, name)
+        floor = 0.0 if dtype in HALF else case.floor(inputs, name)
         first = found[0][name]
         *errors, reason = error_rule.compare(first, eager[name], truth, dtype, floor)
         differs = [run for run, other in zip(RUNS, found, strict=True) if not same(first, other[name])]

@@ -12,8 +12,7 @@ import torch
 from fastbert.backends import reference
 from fastbert.backends.cuda import attention as launchers
 from fastbert.backends.cuda import device
-from fastbert.ops.attention import AttentionNeeds
-from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, Window
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionNeeds, Window
 from fastbert.ops.attention_places import places_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases import attention as attention_cases

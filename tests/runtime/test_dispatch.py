@@ -16,7 +16,7 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import linear_norm
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import ROWS, TABLE, call_kinds, rows_kind
+from fastbert.runtime.table import INFERENCE_ONLY, ROWS, TABLE, call_kinds, rows_kind
 from fastbert.testing import serving
 from tests.support.fake_backends import FLOATS, fake_backend, run
 
@@ -179,7 +179,7 @@ def test_reference_and_aten_have_every_op_in_every_dtype(backend):
         assert set(FLOATS) <= set(module.DTYPES[op])
         assert dispatch.unsupported_reason(backend, op, "cpu", torch.float32) is None
         functions = (f"{op}_fwd", f"{op}_bwd")
-        for function in functions[:1] if op in dispatch.INFERENCE_ONLY else functions:
+        for function in functions[:1] if op in INFERENCE_ONLY else functions:
             assert callable(getattr(module, function))
 
 

@@ -9,9 +9,9 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention import AttentionInputs, attention_ref
 from fastbert.ops.attention_grid import keep_mask, outside_window, unpack_bits
-from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionNeeds
 from fastbert.testing.op_cases.attention import AttentionCase
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of

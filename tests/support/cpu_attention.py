@@ -8,9 +8,10 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import cpu
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention import AttentionInputs, attention_ref
 from fastbert.ops.attention_checks import checked_window
 from fastbert.ops.attention_grid import keep_mask
+from fastbert.ops.attention_inputs import AttentionNeeds
 from fastbert.runtime import loader
 from tests.support.cpu_truth import randn
 from tests.support.inputs import ends_of

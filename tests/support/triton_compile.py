@@ -28,8 +28,8 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from fastbert.ops.activation import ACTIVATIONS
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import AttentionNeeds, Window
 from fastbert.ops.attention_received import AttentionReceivedInputs
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.first_attention import FirstAttentionInputs

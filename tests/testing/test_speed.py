@@ -13,7 +13,7 @@ from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.runtime.table import ROWS, TABLE, rows_kind
+from fastbert.runtime.table import INFERENCE_ONLY, ROWS, TABLE, rows_kind
 from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.device_time import Sample
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
@@ -170,7 +170,7 @@ def test_every_kernel_of_a_gpu_has_something_to_time(monkeypatch):
         for _, backend, dtype in proving.to_check(gpu, [op]):
             calls = speed._calls(op, (128,), dtype)
             passes = {training for case, training in calls if other(backend, case, gpu, dtype, training)}
-            trains = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
+            trains = dtype.is_floating_point and op not in INFERENCE_ONLY
             assert passes == ({False, True} if trains else {False}), (op, dtype)
 
 

@@ -9,8 +9,7 @@ import torch
 
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
-from fastbert.ops.attention import AttentionNeeds
-from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention_inputs import AttentionNeeds, Window
 from tests.support import attention_gradients
 from tests.support.attention_calls import Kernels
 from tests.support.attention_gradients import *  # noqa: F403 (tests)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastbert.backends import triton as backend
-from fastbert.ops.attention import AttentionNeeds, attention
-from fastbert.ops.attention_inputs import Window
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_inputs import AttentionNeeds, Window
 from fastbert.ops.attention_relative import RelativeScores, dense_scores
 from fastbert.runtime import dispatch
 from fastbert.runtime.table import TABLE

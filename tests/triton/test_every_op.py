@@ -13,6 +13,7 @@ from fastbert.backends import triton as backend
 from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.linear_int8 import LinearInt8Inputs
 from fastbert.runtime import dispatch
+from fastbert.runtime.table import INFERENCE_ONLY
 from fastbert.testing import verdicts
 from fastbert.testing.error_rule import evaluate
 from tests.support.launchers import embedding_fwd, layer_norm_bwd, layer_norm_fwd
@@ -342,7 +343,7 @@ def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(op, monkeypatch)
 @pytest.mark.parametrize(("op", "dtype", "case"), CASES)
 def test_cases(op, dtype, case):
     rows = testing.run_case(case, "triton", dtype, DEVICE)
-    trained = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
+    trained = dtype.is_floating_point and op not in INFERENCE_ONLY
     assert any(row.quantity.startswith("d") for row in rows) == trained
     assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
 
@@ -360,7 +361,7 @@ def test_the_table_serves_the_same_bits_each_time(op, monkeypatch, checked_memor
     assert verdicts.found
     assert all(verdict.passed for verdict in verdicts.found.values())
     launches = checked_memory.launches
-    trained = op not in dispatch.INFERENCE_ONLY
+    trained = op not in INFERENCE_ONLY
     assert_repeats(
         checked_memory, lambda: evaluate(case.call, case, inputs, None, trained, douts).values(), 1
     )

@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.attention_grid import (
     bits_shape,
     from_grid,
@@ -32,15 +32,15 @@ from fastbert.ops.attention_grid import (
     unpack_bits,
     with_all_heads,
 )
-from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE
+from fastbert.ops.attention_inputs import CAUSAL, EVERYWHERE, AttentionNeeds
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
+from fastbert.runtime.table import HALF
 
 DTYPES = FLOATS
 
 # A private operator of PyTorch >= 2.3; where it is gone, the explicit products serve.
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
-_HALF = (torch.bfloat16, torch.float16)
 # Rows cast to float32 at a time for the fused kernel, so that they stay in the cache.
 _MAX_CAST_ROWS = 1024
 # Elements of a matrix of scores for explicit products on a CPU: 4 MiB.
@@ -187,7 +187,7 @@ def _runs(ends, nheads, dtype, fused):
         if not fused:
             most = _MAX_SCORES // (nheads * length * length)
             step = min(nheads, max(1, _MAX_SCORES // (length * length)))
-        elif dtype in _HALF:
+        elif dtype in HALF:
             most = _MAX_CAST_ROWS // length
         while last < len(ends) - 1 and last - first < most and ends[last + 1] - ends[last] == length:
             last += 1

@@ -11,8 +11,9 @@ from torch import Tensor
 from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.extension import DTYPE_CODES, STORED
 from fastbert.backends.extension import attention as attention_args
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.attention_grid import bits_shape
+from fastbert.ops.attention_inputs import AttentionNeeds
 from fastbert.ops.attention_relative import RelativeScores
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime.loader import extension as _C

@@ -14,12 +14,13 @@ from torch import Tensor
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import STORED
 from fastbert.backends.extension import attention as attention_args
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.attention_grid import bits_shape
-from fastbert.ops.attention_inputs import EVERYWHERE
+from fastbert.ops.attention_inputs import EVERYWHERE, AttentionNeeds
 from fastbert.ops.checks import TensorOrNone
 from fastbert.runtime import dispatch
 from fastbert.runtime.streams import on
+from fastbert.runtime.table import HALF
 
 DTYPES = STORED
 HEADDIMS = (32, 64, 128)
@@ -77,7 +78,7 @@ def attention_fwd(
     inputs: AttentionInputs, return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    dtypes = dispatch.HALF if inputs.dropout_p > 0 else DTYPES
+    dtypes = HALF if inputs.dropout_p > 0 else DTYPES
     if return_probs or not readable(q, inputs.k, inputs.v, dtypes=dtypes):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
@@ -115,7 +116,7 @@ def attention_bwd(
     places: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     q = inputs.q
-    if not readable(q, inputs.k, inputs.v, dtypes=dispatch.HALF):
+    if not readable(q, inputs.k, inputs.v, dtypes=HALF):
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape

@@ -12,8 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention import AttentionInputs, attention_ref
 from fastbert.ops.attention_grid import bits_shape, keep_mask, of_shared_heads, pack_bits, with_all_heads
+from fastbert.ops.attention_inputs import AttentionNeeds
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 
 DTYPES = FLOATS

@@ -17,7 +17,7 @@ from fastbert.backends.reference import cross_entropy, linear
 from fastbert.ops.checks import FLOATS, TensorOrNone, compute_dtype
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.ops.linear_cross_entropy import LossInputs
-from fastbert.runtime.dispatch import HALF
+from fastbert.runtime.table import HALF
 
 DTYPES = FLOATS
 ONLY_DX = LinearNeeds(True, False, False)

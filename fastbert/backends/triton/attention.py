@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastbert.backends.aten import attention as aten
 from fastbert.backends.triton.device import STORED, kernels
-from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention import AttentionInputs
+from fastbert.ops.attention_inputs import AttentionNeeds
 from fastbert.ops.attention_relative import RelativeScores
 
 DTYPES = STORED

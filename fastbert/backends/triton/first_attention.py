@@ -10,7 +10,7 @@ from torch import Tensor
 from fastbert.backends.aten import first_attention as aten
 from fastbert.backends.triton.device import kernels
 from fastbert.ops.first_attention import FirstAttentionInputs
-from fastbert.runtime.dispatch import HALF
+from fastbert.runtime.table import HALF
 
 DTYPES = HALF
 # With so many tokens per query the kernels have less to do than keys, values and `attention`, and with so few

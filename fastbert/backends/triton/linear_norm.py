@@ -9,7 +9,7 @@ from fastbert.backends.aten.linear_norm import in_two_ops
 from fastbert.backends.triton.device import kernels
 from fastbert.backends.triton.forwarders import layer_norm_fwd
 from fastbert.ops.linear_norm import LinearNormInputs
-from fastbert.runtime.dispatch import HALF
+from fastbert.runtime.table import HALF
 
 DTYPES = HALF
 
