@@ -42,6 +42,9 @@ BWD_ONE_BLOCK = 4096
 # The columns of one program in wider rows.
 WIDE_BLOCK = 4096
 
+# Whether a kind of norm has rstd, and a mean.
+STATISTICS = {"layer_norm": (True, True), "rms_norm": (True, False), "no_norm": (False, False)}
+
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
@@ -172,14 +175,15 @@ def layer_norm_fwd_with(
     seed = seed if dropout_p > 0 else None
     summed = residual is not None or x_bias is not None or seed is not None
     save_z = (save or return_sum) and summed
-    wide = hidden > FWD_ONE_BLOCK and kind != "no_norm"
+    has_rstd, has_mean = STATISTICS[kind]
+    wide = hidden > FWD_ONE_BLOCK and has_rstd
     dtype = x.dtype if residual is None else residual.dtype
     y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
     z = torch.empty_like(y) if save_z else y.new_empty((0,))
     more = (torch.empty_like(y, dtype=x.dtype),) if rounded else ()
-    held = kind != "no_norm" and (save or wide)
+    held = has_rstd and (save or wide)
     rstd = x.new_empty((rows if held else 0,), dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty((0,))
+    mean = torch.empty_like(rstd) if has_mean else rstd.new_empty((0,))
     if rows > 0:
         (block_m, num_warps), block_n = config, columns(hidden, FWD_ONE_BLOCK)
         sources = (x, residual, x_bias)
@@ -251,6 +255,7 @@ def layer_norm_bwd_with(
     need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
     x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape
+    has_rstd, _ = STATISTICS[kind]
     seed = seed if dropout_p > 0 else None
     own_dresidual = need_dresidual and (seed is not None or not need_dx or x_dtype != z.dtype)
     dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=x_dtype, device=dy.device)
@@ -272,7 +277,7 @@ def layer_norm_bwd_with(
     of_each = iter(partials)
     dweight, dbias, dx_bias = (next(of_each) if s.numel() > 0 else None for s in sums)
     means = None
-    if hidden > BWD_ONE_BLOCK and kind != "no_norm":
+    if hidden > BWD_ONE_BLOCK and has_rstd:
         means = dy.new_empty((2, rows), dtype=torch.float32)
         launch(
             _wide_bwd_means_kernel,
