@@ -58,9 +58,8 @@ class _StraightThrough(torch.autograd.Function):
         rows = (centred.to(compute) * step.to(compute)).to(x.dtype)
         weight = (integers.to(compute) * scale.to(compute)[:, None]).to(x.dtype)
         pre = None if ctx.activation is None else linear_int8(x, integers, scale, bias)
-        dx, dweight, dbias = linear_bwd(
-            dy.contiguous(), rows, weight, pre, ctx.activation, *needs[:2], bias is not None, ctx.gated
-        )
+        saved = rows, weight, pre, ctx.activation, ctx.gated
+        dx, dweight, dbias = linear_bwd(dy.contiguous(), *saved, *needs[:2], bias is not None)
         found = dx, dweight.to(ctx.dtype), None if bias is None else dbias.to(bias.dtype)
         return (
             *(each if needed else None for each, needed in zip(found, needs, strict=True)),

@@ -115,9 +115,7 @@ def _shape(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[int, int]:
 
 def check_lengths(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """Check what a table is made of; the values of the lengths only on the CPU."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {got}")
+    checks.typed("cu_seqlens", cu_seqlens, torch.int32)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens: expected shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
     for name, value in (("total", total), ("max_seqlen", max_seqlen)):

@@ -121,8 +121,7 @@ def attention_received(
     cast = checks.autocast_dtype(q)
     if cast is not None:
         q, k = (t if t.dtype == torch.float64 else t.to(cast) for t in (q, k))
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {type(cu_seqlens).__name__}")
+    checks.typed("cu_seqlens", cu_seqlens, torch.int32)
     check_qkv(q, k, k, cu_seqlens)
     check_lengths(cu_seqlens, max_seqlen, q)
     checks.float_tensor("lse", lse, q)
@@ -130,11 +129,7 @@ def attention_received(
         raise TypeError(f"lse: expected {checks.compute_dtype(q)} for {q.dtype} q, got {lse.dtype}")
     checks.shape("lse", lse, (q.shape[1], q.shape[0]))
     scale = checked_scale(softmax_scale, q.shape[-1])
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or lse.requires_grad):
-        raise RuntimeError(
-            "attention_received: an argument requires a gradient, but the op has none: detach it, or call it "
-            "under torch.no_grad()"
-        )
+    checks.inference_only("attention_received", (q, k, lse), ", or detach it")
     q, k = (t if t.stride(-1) == 1 and t.stride(0) >= t.shape[-1] else t.contiguous() for t in (q, k))
     inputs = AttentionReceivedInputs(q, k, cu_seqlens, max_seqlen, lse.contiguous(), scale)
     if torch.compiler.is_compiling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -110,6 +111,16 @@ def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> torch.
     return t
 
 
+def typed(name: str, t: object, dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `t`: a tensor of this dtype, on `like`'s device if given."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.dtype != dtype:
+        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {t.dtype}")
+    same_device(name, t, like)
+    return t
+
+
 def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
     """`t` must live where `like` does."""
     if like is not None and t.device != like.device:
@@ -145,6 +156,60 @@ def operand(
         return
     wanted = "the last dimension contiguous" if strided else "a contiguous tensor"
     raise ValueError(f"{name}: expected {wanted}, got strides {t.stride()}")
+
+
+def rounded_operands(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """`operand` of what a product with a weight of 8 bits, of `dtype`, takes besides 2-D `x`."""
+    out = weight.shape[0] if weight.dim() else 0
+    operand("weight", weight, (out, matrix("x", x)[1]), (dtype,), x)
+    operand("scale", scale, (out,), (torch.float32,), x)
+    operand("bias", bias, (out,), (x.dtype, torch.float32), x)
+
+
+def rounded_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    **others: torch.Tensor | None,
+) -> None:
+    """Check the arguments of a product with a weight of 8 bits, of `dtype`; `others` only for gradients."""
+    float_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
+    typed("weight", weight, dtype, x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
+    shape("scale", typed("scale", scale, torch.float32, x), weight.shape[:1])
+    if bias is not None:
+        shape("bias", float_tensor("bias", bias, x), weight.shape[:1])
+        if bias.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
+    if not torch.is_grad_enabled():
+        return
+    for name, t in {"x": x, "weight": weight, "scale": scale, "bias": bias, **others}.items():
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            raise RuntimeError(
+                f"{name}: requires a gradient, and 8-bit weights have none: a quantised model cannot be "
+                "trained. For inference call it under torch.no_grad(); to train, load the "
+                "floating-point checkpoint, train that, and quantise it afterwards"
+            )
+
+
+def inference_only(op: str, tensors: Iterable[object], instead: str = "") -> None:
+    """Raise RuntimeError where a gradient is asked for, which `op` lacks; `instead`: other ways out."""
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{op}: gradients are enabled and an argument requires one, but it is for inference: "
+            f"call it under torch.no_grad(){instead}"
+        )
 
 
 def matrix(name: str, t: torch.Tensor) -> tuple[int, int]:

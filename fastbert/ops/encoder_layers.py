@@ -181,10 +181,6 @@ def _norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
 
 
-def _wants_gradient(t: Tensor | None) -> bool:
-    return t is not None and t.requires_grad
-
-
 # --- public functions ---------------------------------------------------------------------------------------
 
 
@@ -243,10 +239,7 @@ def encoder_layers(
     check_lengths(cu_seqlens, max_seqlen, x)
     for nheads in {layer.nheads for layer in stack.layers} if bias is not None else ():
         bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
-    if torch.is_grad_enabled() and any(_wants_gradient(t) for t in (x, bias, *stack.tensors)):
-        raise RuntimeError(
-            "encoder_layers: gradients are enabled and an argument requires one, but it is for inference: "
-            "call it under torch.no_grad()"
-        )
+    if torch.is_grad_enabled():
+        checks.inference_only("encoder_layers", (x, bias, *stack.tensors))
     given = cu_seqlens, max_seqlen, bias, causal, first_only, states
     return dispatch.call("encoder_layers_fwd", x, LayersInputs(x.contiguous(), stack, *given))

@@ -38,6 +38,7 @@ from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.linear import narrows
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 from fastbert.runtime.table import HALF
 
@@ -114,17 +115,13 @@ def _inner_columns(columns: int, activation: str | None, gated: str | None) -> i
 _FORWARD_OF_TRAINING, _BACKWARD = "feed_forward_fwd training", "feed_forward_bwd training"
 
 
-@torch.library.custom_op("fastbert::feed_forward_fwd", mutates_args=())
-def feed_forward_fwd(
-    x: Tensor,
-    up_weight: Tensor,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    activation: str,
-    save: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::feed_forward_fwd", mutates_args=(), schema=schema(FeedForwardInputs, "bool save", returns=3)
+)
+def feed_forward_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(y, pre, act(pre)) for 2-D `x`; the last two are of shape (0,) where not saved."""
+    inputs, save = FeedForwardInputs(*args[:-1]), args[-1]
+    x, up_weight, up_bias, down_weight, activation, gated = inputs
     hidden = checks.matrix("x", x)[1]
     columns = checks.matrix("up_weight", up_weight)[0]
     out = checks.matrix("down_weight", down_weight)[0]
@@ -132,14 +129,11 @@ def feed_forward_fwd(
     checks.operand("up_weight", up_weight, (columns, hidden), (x.dtype,), x, strided=True)
     checks.operand("up_bias", up_bias, (columns,), (x.dtype,), x)
     checks.operand("down_weight", down_weight, (out, inner), (x.dtype,), x, strided=True)
-    function = _FORWARD_OF_TRAINING if save else "feed_forward_fwd"
-    return dispatch.call(
-        function, x, FeedForwardInputs(x, up_weight, up_bias, down_weight, activation, gated), save
-    )
+    return dispatch.call(_FORWARD_OF_TRAINING if save else "feed_forward_fwd", x, inputs, save)
 
 
 @feed_forward_fwd.register_fake
-def _(x, up_weight, up_bias, down_weight, activation, save, gated=None):
+def _(x, up_weight, up_bias, down_weight, activation, gated, save):
     rows, columns = x.shape[0], up_weight.shape[0]
     return (
         x.new_empty((rows, down_weight.shape[0])),
@@ -148,25 +142,20 @@ def _(x, up_weight, up_bias, down_weight, activation, save, gated=None):
     )
 
 
-@torch.library.custom_op("fastbert::feed_forward_bwd", mutates_args=())
-def feed_forward_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    up_weight: Tensor | None,
-    down_weight: Tensor | None,
-    pre: Tensor | None,
-    inner: Tensor | None,
-    activation: str,
-    need_dx: bool,
-    need_dup_weight: bool,
-    need_dup_bias: bool,
-    need_ddown_weight: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_NEEDS = "bool need_dx, bool need_dup_weight, bool need_dup_bias, bool need_ddown_weight"
+
+
+@torch.library.custom_op(
+    "fastbert::feed_forward_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dy", FeedForwardSaved, _NEEDS, returns=4),
+)
+def feed_forward_bwd(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dup_weight, dup_bias, ddown_weight), each of shape (0,) where not needed."""
+    saved, need = FeedForwardSaved(*args[:7]), FeedForwardNeeds(*args[7:])
+    x, up_weight, down_weight, pre, inner, activation, gated = saved
     rows, out = checks.matrix("dy", dy)
     _inner_columns(0, activation, gated)
-    need = FeedForwardNeeds(need_dx, need_dup_weight, need_dup_bias, need_ddown_weight)
     checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
     times = 1 if gated is None else 2
     columns = next((t.shape[-1:] for t in (down_weight, inner) if t is not None), ())
@@ -175,29 +164,16 @@ def feed_forward_bwd(
     ahead = tuple(times * n for n in columns)
     checks.operand("down_weight", down_weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=need.g)
     checks.operand("pre", pre, (rows, *ahead), (dy.dtype,), dy, needed=need.g)
-    checks.operand("inner", inner, (rows, *columns), (dy.dtype,), dy, needed=need_ddown_weight)
+    checks.operand("inner", inner, (rows, *columns), (dy.dtype,), dy, needed=need.ddown_weight)
     hidden = next((t.shape[-1:] for t in (up_weight, x) if t is not None), ())
-    checks.operand("up_weight", up_weight, (*ahead, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
-    checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
-    saved = FeedForwardSaved(x, up_weight, down_weight, pre, inner, activation, gated)
+    checks.operand("up_weight", up_weight, (*ahead, *hidden), (dy.dtype,), dy, strided=True, needed=need.dx)
+    checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need.dup_weight)
     return dispatch.call(_BACKWARD, dy, dy, saved, need)
 
 
 @feed_forward_bwd.register_fake
-def _(
-    dy,
-    x,
-    up_weight,
-    down_weight,
-    pre,
-    inner,
-    activation,
-    need_dx,
-    need_dup_weight,
-    need_dup_bias,
-    need_ddown_weight,
-    gated=None,
-):
+def _(dy, x, up_weight, down_weight, pre, inner, *options):
+    need_dx, need_dup_weight, need_dup_bias, need_ddown_weight = options[-4:]
     return (
         dy.new_empty((dy.shape[0], up_weight.shape[1]) if need_dx else (0,)),
         dy.new_empty((pre.shape[1], x.shape[1]) if need_dup_weight else (0,)),
@@ -262,16 +238,11 @@ class FeedForwardFunction(torch.autograd.Function):
         return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 
 
-def _setup_compiled(ctx, inputs, output):
-    *given, save, gated = inputs
-    _setup_context(ctx, FeedForwardInputs._make((*given, gated)), save, output)
-
-
 feed_forward_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(
-        lambda dy, saved, need: feed_forward_bwd(dy, *saved[:6], *need[:4], saved.gated), ctx, dy
+    lambda ctx, dy, *_: _backward(lambda dy, saved, need: feed_forward_bwd(dy, *saved, *need[:4]), ctx, dy),
+    setup_context=lambda ctx, inputs, output: _setup_context(
+        ctx, FeedForwardInputs(*inputs[:-1]), inputs[-1], output
     ),
-    setup_context=_setup_compiled,
 )
 
 
@@ -340,7 +311,7 @@ def feed_forward(
     given = (*inputs[:4], *wide)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if torch.compiler.is_compiling():
-        y = feed_forward_fwd(*inputs[:5], save, gated)[0]
+        y = feed_forward_fwd(*inputs, save)[0]
     elif save:
         y = FeedForwardFunction.apply(*inputs, save, *wide)
     else:

@@ -179,21 +179,13 @@ def first_attention(
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
     weights = key_weight, value_weight, value_bias
     inputs = FirstAttentionInputs(x, q, *weights, cu_seqlens, softmax_scale, bias, gate, longest)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-        raise RuntimeError(
-            "first_attention: gradients are enabled and an argument requires one, but it is for inference: "
-            "call it under torch.no_grad(), or use `attention`"
-        )
+    checks.inference_only("first_attention", inputs, ", or use `attention`")
     return dispatch.call("first_attention_fwd", x, inputs)
 
 
 def _longest(cu_seqlens: Tensor, batch: int, x: Tensor, max_seqlen: int | None) -> int:
     """`max_seqlen`, or the longest length where that is None, having checked both arguments."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {got}")
-    checks.same_device("cu_seqlens", cu_seqlens, x)
-    checks.shape("cu_seqlens", cu_seqlens, (batch + 1,))
+    checks.shape("cu_seqlens", checks.typed("cu_seqlens", cu_seqlens, torch.int32, x), (batch + 1,))
     if max_seqlen is not None:
         if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int):
             raise TypeError(f"max_seqlen: expected an int or None, got {max_seqlen!r}")

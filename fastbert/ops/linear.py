@@ -48,6 +48,7 @@ from torch import Tensor
 from fastbert.ops import checks, derivatives
 from fastbert.ops.activation import activate_ref, activated_columns
 from fastbert.ops.checks import TensorOrNone
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 from fastbert.runtime.table import HALF, rows_kind
 
@@ -83,6 +84,10 @@ class LinearNeeds(NamedTuple):
     dx: bool = True
     dweight: bool = True
     dbias: bool = True
+
+
+# The same in a schema
+NEEDS = "bool need_dx, bool need_dweight, bool need_dbias"
 
 
 def linear_ref(
@@ -204,42 +209,29 @@ def _(x, weight, bias, activation, residual, save, gated=None):
     return x.new_empty(x.shape[0], columns), x.new_empty(shape if save and activation is not None else (0,))
 
 
-@torch.library.custom_op("fastbert::linear_bwd", mutates_args=())
-def linear_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    pre: Tensor | None,
-    activation: str | None,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    gated: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), each empty where not needed.
-
-    `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
-    """
+@torch.library.custom_op(
+    "fastbert::linear_bwd", mutates_args=(), schema=schema("Tensor dy", LinearSaved, NEEDS, returns=3)
+)
+def linear_bwd(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each empty where not needed."""
+    saved, need = LinearSaved(*args[:5]), LinearNeeds(*args[5:])
+    x, weight, pre, activation, gated = saved
     rows, columns = checks.matrix("dy", dy)
     out = columns if gated is None else 2 * columns
     activated_columns(out, activation, gated)
     checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
-    if x is not None or need_dweight:
+    if x is not None or need.dweight:
         columns = () if x is None else x.shape[-1:]
         checks.operand("x", x, (rows, *columns), (dy.dtype,), dy, strided=True, needed=True)
-    if weight is not None or need_dx:
+    if weight is not None or need.dx:
         columns = () if weight is None else weight.shape[-1:]
         checks.operand("weight", weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=True)
     checks.operand("pre", pre, (rows, out), (dy.dtype,), dy, needed=activation is not None)
-    saved, need = (
-        LinearSaved(x, weight, pre, activation, gated),
-        LinearNeeds(need_dx, need_dweight, need_dbias),
-    )
     return dispatch.call(backward_of(activation, gated), dy, dy, saved, need)
 
 
 @linear_bwd.register_fake
-def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias, gated=None):
+def _(dy, x, weight, pre, activation, gated, need_dx, need_dweight, need_dbias):
     rows, columns = dy.shape
     out = columns if gated is None else 2 * columns
     return (
@@ -314,7 +306,7 @@ def _setup_compiled(ctx, inputs, output):
 
 linear_fwd.register_autograd(
     lambda ctx, dy, _: _backward(
-        lambda dy, saved, need: linear_bwd(dy, *saved[:4], *need, saved.gated), ctx, ctx.saved_tensors, dy
+        lambda dy, saved, need: linear_bwd(dy, *saved, *need), ctx, ctx.saved_tensors, dy
     ),
     setup_context=_setup_compiled,
 )

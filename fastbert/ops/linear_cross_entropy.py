@@ -34,7 +34,8 @@ from torch import Tensor
 from fastbert.ops import checks, derivatives
 from fastbert.ops.checks import TensorOrNone
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
-from fastbert.ops.linear import LinearNeeds, is_wide, operands, reads_wide
+from fastbert.ops.linear import NEEDS, LinearNeeds, is_wide, operands, reads_wide
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 # `chunk_bytes` by default: enough that in usual batches, 15% labelled, nothing is computed twice.
@@ -97,28 +98,25 @@ def _checked(inputs: LossInputs) -> LossInputs:
     return inputs._replace(labels=labels)
 
 
-@torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=(), **_WAITING)
-def linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    labelled: int,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::linear_cross_entropy_fwd",
+    mutates_args=(),
+    schema=schema(LossInputs, returns=4),
+    **_WAITING,
+)
+def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss (), lse (2, rows), count () int64, logits).
 
     lse as in `cross_entropy_fwd`. The logits are (labelled rows, classes) where they are kept for backward,
     of shape (0,) otherwise: always under torch.compile, which could not know their shape.
     """
-    inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
-    return dispatch.call("linear_cross_entropy_fwd", x, _checked(inputs), False)
+    inputs = _checked(LossInputs(*args))
+    return dispatch.call("linear_cross_entropy_fwd", inputs.x, inputs, False)
 
 
 @linear_cross_entropy_fwd.register_fake
-def _(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows):
+def _(*args):
+    x, _, _, labels, *_ = args
     compute = checks.compute_dtype(x)
     return (
         x.new_empty((), dtype=compute),
@@ -128,43 +126,32 @@ def _(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_ro
     )
 
 
-@torch.library.custom_op("fastbert::linear_cross_entropy_bwd", mutates_args=(), **_WAITING)
-def linear_cross_entropy_bwd(
-    dloss: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    labels: Tensor,
-    lse: Tensor,
-    count: Tensor,
-    logits: Tensor,
-    labelled: int,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk_rows: int,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastbert::linear_cross_entropy_bwd",
+    mutates_args=(),
+    schema=schema("Tensor dloss", LossInputs, "Tensor lse, Tensor count, Tensor logits", NEEDS, returns=3),
+    **_WAITING,
+)
+def linear_cross_entropy_bwd(dloss: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each of shape (0,) where not needed.
 
     Where logits are given, `x` is None if dweight is not needed, `weight` if dx is not: never here, because
     the custom op's forward keeps none.
     """
+    inputs, (lse, count, logits), need = LossInputs(*args[:8]), args[8:11], LinearNeeds(*args[11:])
+    x = inputs.x
     checks.operand("x", x, () if x is None else x.shape, checks.FLOATS, logits, strided=True, needed=True)
-    inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
     inputs = _checked(inputs)
     check_statistics(dloss, lse, count, inputs.x.shape[0], inputs.x)
     checks.operand("logits", logits, (0,), (inputs.x.dtype,), inputs.x)
-    if need_dbias and bias is None:
+    if need.dbias and inputs.bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
-    need = LinearNeeds(need_dx, need_dweight, need_dbias)
     return dispatch.call("linear_cross_entropy_bwd", logits, dloss, inputs, lse, count, logits, need)
 
 
 @linear_cross_entropy_bwd.register_fake
-def _(dloss, x, weight, bias, labels, lse, count, logits, *options):
-    need_dx, need_dweight, need_dbias = options[-3:]
+def _(dloss, x, weight, bias, labels, *options):
+    logits, need_dx, need_dweight, need_dbias = options[-4:]
     return (
         logits.new_empty((labels.shape[0], weight.shape[1]) if need_dx else (0,)),
         logits.new_empty((weight.shape[0], x.shape[1]) if need_dweight else (0,)),
@@ -220,7 +207,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 def _compiled_bwd(dloss, inputs, lse, count, logits, need):
     """The custom op, called as a backend's `linear_cross_entropy_bwd` is."""
-    return linear_cross_entropy_bwd(dloss, *inputs[:4], lse, count, logits, *inputs[4:], *need)
+    return linear_cross_entropy_bwd(dloss, *inputs, lse, count, logits, *need)
 
 
 linear_cross_entropy_fwd.register_autograd(

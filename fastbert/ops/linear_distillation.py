@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastbert.ops import checks, derivatives
 from fastbert.ops.checks import TensorOrNone
-from fastbert.ops.linear import LinearNeeds
+from fastbert.ops.linear import NEEDS, LinearNeeds
 from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
@@ -124,13 +124,10 @@ def _(x, *_):
     return x.new_empty((), dtype=checks.compute_dtype(x))
 
 
-_NEEDS = "bool need_dx, bool need_dweight, bool need_dbias"
-
-
 @torch.library.custom_op(
     "fastbert::linear_distillation_bwd",
     mutates_args=(),
-    schema=schema("Tensor dloss", DistillationInputs, _NEEDS, returns=3),
+    schema=schema("Tensor dloss", DistillationInputs, NEEDS, returns=3),
 )
 def linear_distillation_bwd(dloss: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each of shape (0,) where not needed. It computes the logits again."""

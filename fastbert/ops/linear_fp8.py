@@ -25,13 +25,14 @@ Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; scales per ro
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_ref, activated_columns, check_activation
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 FP8 = torch.float8_e4m3fn
@@ -81,30 +82,21 @@ def linear_fp8_ref(
 # --- custom op: what torch.compile sees ---------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastbert::linear_fp8_fwd", mutates_args=())
-def linear_fp8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    gated: str | None,
-    input_activation: str | None = None,
-) -> Tensor:
+@torch.library.custom_op(
+    "fastbert::linear_fp8_fwd", mutates_args=(), schema=schema(LinearFp8Inputs, returns=1)
+)
+def linear_fp8_fwd(*args: Any) -> Tensor:
     """y for 2-D `x`."""
-    _, depth = checks.matrix("x", x)
-    out = weight.shape[0] if weight.dim() else 0
-    activated_columns(out, activation, gated)
-    check_activation(input_activation, "input_activation")
-    checks.operand("weight", weight, (out, depth), (FP8,), x)
-    checks.operand("scale", scale, (out,), (torch.float32,), x)
-    checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
-    inputs = LinearFp8Inputs(x, weight, scale, bias, activation, gated, input_activation)
-    return dispatch.call("linear_fp8_fwd", x, inputs)
+    inputs = LinearFp8Inputs(*args)
+    checks.rounded_operands(inputs.x, inputs.weight, FP8, inputs.scale, inputs.bias)
+    activated_columns(inputs.weight.shape[0], inputs.activation, inputs.gated)
+    check_activation(inputs.input_activation, "input_activation")
+    return dispatch.call("linear_fp8_fwd", inputs.x, inputs)
 
 
 @linear_fp8_fwd.register_fake
-def _(x, weight, scale, bias, activation, gated, input_activation=None):
+def _(*args):
+    x, weight, _, _, _, gated, _ = args
     return x.new_empty((x.shape[0], weight.shape[0] // (1 if gated is None else 2)))
 
 
@@ -140,31 +132,9 @@ def linear_fp8(
 
     Source: Micikevicius et al. 2022.
     """
-    checks.float_tensor("x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
-    for name, tensor, dtype in (("weight", weight, FP8), ("scale", scale, torch.float32)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
-        checks.same_device(name, tensor, x)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
-    checks.shape("scale", scale, weight.shape[:1])
-    if bias is not None:
-        checks.float_tensor("bias", bias, x)
-        checks.shape("bias", bias, weight.shape[:1])
-        if bias.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
+    checks.rounded_product(x, weight, FP8, scale, bias)
     columns = activated_columns(weight.shape[0], activation, gated)
     check_activation(input_activation, "input_activation")
-    if torch.is_grad_enabled():
-        for name, tensor in (("x", x), ("weight", weight), ("scale", scale), ("bias", bias)):
-            if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: requires a gradient, and 8-bit weights have none: call it under torch.no_grad()"
-                )
     shape = x.shape
     (x,) = checks.under_autocast(x)
     if bias is not None:

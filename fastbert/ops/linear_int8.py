@@ -39,13 +39,14 @@ Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_ref, activated_columns
+from fastbert.ops.schema import schema
 from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536
@@ -122,34 +123,22 @@ def linear_int8_ref(
 # --- custom op: what torch.compile sees ---------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastbert::linear_int8_fwd", mutates_args=())
-def linear_int8_fwd(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    panels: Tensor | None,
-    gated: str | None,
-    smooth: Tensor | None = None,
-    input_range: Tensor | None = None,
-    float_rows: bool = False,
-) -> Tensor:
+@torch.library.custom_op(
+    "fastbert::linear_int8_fwd", mutates_args=(), schema=schema(LinearInt8Inputs, returns=1)
+)
+def linear_int8_fwd(*args: Any) -> Tensor:
     """y for 2-D `x`."""
-    _, depth = checks.matrix("x", x)
+    inputs = LinearInt8Inputs(*args)
+    x, weight, scale, bias, activation, panels, gated, smooth, input_range, float_rows = inputs
+    checks.rounded_operands(x, weight, torch.int8, scale, bias)
+    depth = x.shape[1]
     _check_depth(depth)
-    out = weight.shape[0] if weight.dim() else 0
-    activated_columns(out, activation, gated)
-    checks.operand("weight", weight, (out, depth), (torch.int8,), x)
-    checks.operand("scale", scale, (out,), (torch.float32,), x)
-    checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
+    activated_columns(weight.shape[0], activation, gated)
     if panels is not None:
         checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
     checks.operand("smooth", smooth, (depth,), (torch.float32,), x)
     checks.operand("input_range", input_range, (2,), (torch.float32,), x)
     _check_rounded(float_rows, smooth, input_range)
-    rows = smooth, input_range, float_rows
-    inputs = LinearInt8Inputs(x, weight, scale, bias, activation, panels, gated, *rows)
     return dispatch.call("linear_int8_fwd", x, inputs)
 
 
@@ -209,42 +198,18 @@ def linear_int8(
 
     Source: Jacob et al. 2017, sec. 2.
     """
-    checks.float_tensor("x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
+    checks.rounded_product(x, weight, torch.int8, scale, bias, smooth=smooth, input_range=input_range)
     _check_depth(x.shape[-1])
-    _typed("weight", weight, torch.int8, x)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
-    out = weight.shape[0]
-    _typed("scale", scale, torch.float32, x)
-    checks.shape("scale", scale, (out,))
-    if bias is not None:
-        checks.float_tensor("bias", bias, x)
-        checks.shape("bias", bias, (out,))
-        if bias.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
-    columns = activated_columns(out, activation, gated)
+    columns = activated_columns(weight.shape[0], activation, gated)
     if smooth is not None:
-        _typed("smooth", smooth, torch.float32, x)
-        checks.shape("smooth", smooth, x.shape[-1:])
+        checks.shape("smooth", checks.typed("smooth", smooth, torch.float32, x), x.shape[-1:])
         smooth = smooth.contiguous()
     if input_range is not None:
-        _typed("input_range", input_range, torch.float32, x)
-        checks.shape("input_range", input_range, (2,))
+        checks.shape("input_range", checks.typed("input_range", input_range, torch.float32, x), (2,))
         input_range = input_range.contiguous()
     _check_rounded(float_rows, smooth, input_range)
     if panels is not None:
-        _typed("panels", panels, torch.uint8, x)
-    if torch.is_grad_enabled():
-        given = {"x": x, "scale": scale, "bias": bias, "smooth": smooth, "input_range": input_range}
-        for name, tensor in given.items():
-            if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: requires a gradient, and 8-bit weights have none: a quantised model cannot be "
-                    "trained. For inference call it under torch.no_grad(); to train, load the "
-                    "floating-point checkpoint, train that, and quantise it afterwards"
-                )
+        checks.typed("panels", panels, torch.uint8, x)
     shape = x.shape
     (x,) = checks.under_autocast(x)
     if bias is not None:
@@ -271,12 +236,3 @@ def _check_rounded(float_rows: bool, smooth: Tensor | None, input_range: Tensor 
     for name, given in (("smooth", smooth), ("input_range", input_range)):
         if float_rows and given is not None:
             raise ValueError(f"{name}: expected None with float_rows, got a tensor")
-
-
-def _typed(name: str, t: object, dtype: torch.dtype, x: Tensor) -> None:
-    """`t` must be a tensor of this dtype on `x`'s device."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
-    if t.dtype != dtype:
-        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {t.dtype}")
-    checks.same_device(name, t, x)

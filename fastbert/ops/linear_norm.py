@@ -147,7 +147,8 @@ def linear_norm(
     checks.shapes(shape, residual=residual)
     eps = checks.eps(eps)
     if arrivals is not None:
-        _check_arrivals(arrivals, x)
+        checks.typed("arrivals", arrivals, torch.int32, x)
+        checks.operand("arrivals", arrivals, (ARRIVALS,), (torch.int32,), x)
     norm_weight, norm_bias = (checks.norm_vector(v, x.dtype) for v in (norm_weight, norm_bias))
     rows = (
         checks.rows(x),
@@ -156,17 +157,6 @@ def linear_norm(
         checks.rows(residual),
     )
     inputs = LinearNormInputs(*rows, norm_weight, norm_bias, eps, arrivals)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-        raise RuntimeError(
-            "linear_norm: gradients are enabled and an argument requires one, but it is for inference: "
-            "call it under torch.no_grad(), or use `linear` and `layer_norm`"
-        )
+    checks.inference_only("linear_norm", inputs, ", or use `linear` and `layer_norm`")
     y = dispatch.call(f"linear_norm_fwd{rows_kind(inputs.x.shape[0])}", x, inputs)
     return y if len(shape) == 2 else y.view(shape)
-
-
-def _check_arrivals(arrivals: Tensor, x: Tensor) -> None:
-    if not isinstance(arrivals, Tensor) or arrivals.dtype != torch.int32:
-        got = arrivals.dtype if isinstance(arrivals, Tensor) else type(arrivals).__name__
-        raise TypeError(f"arrivals: expected an int32 torch.Tensor, got {got}")
-    checks.operand("arrivals", arrivals, (ARRIVALS,), (torch.int32,), x)

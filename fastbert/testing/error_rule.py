@@ -197,8 +197,7 @@ def _chance_difference(error: Tensor, eager_error: Tensor) -> float:
     """2.5 standard errors of the difference of the two means, from the errors themselves.
 
     It matters where the truth cancels to 0, as in the gradient of rows of two numbers: there a few rows make
-        the
-    mean. For errors of one size, such as rounding errors, it is less than what `chance_allowance` leaves.
+    the mean. For errors of one size, such as rounding errors, it is less than what `chance_allowance` leaves.
     """
     if error.numel() < 2:
         return 0.0

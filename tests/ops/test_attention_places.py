@@ -114,7 +114,7 @@ def test_a_table_of_something_else_is_refused_by_name():
 
 def test_the_lengths_of_a_table_are_checked():
     table = torch.ops.fastbert.attention_places
-    with pytest.raises(TypeError, match=r"^cu_seqlens: expected an int32"):
+    with pytest.raises(TypeError, match=r"^cu_seqlens: expected int32"):
         table(ends_of(LENGTHS).long(), TOTAL, LONGEST, torch.float32)
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected to end within the 27 rows"):
         table(ends_of(LENGTHS), 27, LONGEST, torch.float32)

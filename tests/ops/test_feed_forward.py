@@ -57,7 +57,7 @@ def test_backward_keeps_pre_and_its_activation_alone():
 
 def test_nothing_is_saved_without_gradients(backend):
     tensors = inputs(grad=False)
-    y, pre, inner = op.feed_forward_fwd(*tensors, "gelu", False)
+    y, pre, inner = op.feed_forward_fwd(*tensors, "gelu", None, False)
     assert (pre.shape, inner.shape) == ((0,), (0,))
     torch.testing.assert_close(y, by_two(*tensors))
 

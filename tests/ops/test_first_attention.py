@@ -90,7 +90,7 @@ def test_a_bias_broadcasts(backend):
         ({"key_weight": torch.zeros(48, 48)}, TypeError, "key_weight: "),
         ({"value_weight": torch.zeros(47, 48, dtype=torch.float64)}, ValueError, "value_weight: "),
         ({"value_bias": torch.zeros(47, dtype=torch.float64)}, ValueError, "value_bias: "),
-        ({"cu_seqlens": torch.tensor([0, 5, 5, 14])}, TypeError, "cu_seqlens: expected an int32"),
+        ({"cu_seqlens": torch.tensor([0, 5, 5, 14])}, TypeError, "cu_seqlens: expected int32"),
         ({"cu_seqlens": torch.tensor([0, 5, 14], dtype=torch.int32)}, ValueError, "cu_seqlens: "),
         ({"cu_seqlens": torch.tensor([0, 5, 5, 15], dtype=torch.int32)}, ValueError, "cu_seqlens: "),
         ({"bias": torch.zeros(3, 3, 1, 8)}, ValueError, "bias: "),

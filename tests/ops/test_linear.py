@@ -72,7 +72,7 @@ def test_activations_at_their_ends(backend, dtype, activation):
         y, pre = op.linear_fwd(x, eye, None, activation, None, save)
         torch.testing.assert_close(y, truth.detach().to(dtype).repeat(5).unsqueeze(1), **kwargs)
     assert torch.equal(pre.nan_to_num(nan=0.5), x.nan_to_num(nan=0.5))
-    dx, _, _ = op.linear_bwd(torch.ones_like(x), None, eye, pre, activation, True, False, False)
+    dx, _, _ = op.linear_bwd(torch.ones_like(x), None, eye, pre, activation, None, True, False, False)
     torch.testing.assert_close(dx, slope.to(dtype).repeat(5).unsqueeze(1), **kwargs)
 
 
@@ -81,7 +81,7 @@ def test_every_row_of_many_reaches_the_gradients(backend, rows):
     """The C++ backward cuts rows into at most 128 chunks; 2,048 rows fill all of them."""
     dy = torch.arange(1.0, rows + 1).sub(rows // 2).unsqueeze(1).repeat(1, 3)
     pre = torch.full((rows, 3), 30.0)  # where GELU's slope is 1
-    dx, _, dbias = op.linear_bwd(dy, None, torch.eye(3), pre, "gelu", True, False, True)
+    dx, _, dbias = op.linear_bwd(dy, None, torch.eye(3), pre, "gelu", None, True, False, True)
     assert torch.equal(dx, dy)
     torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=1e-6, atol=0)
 

@@ -151,7 +151,7 @@ def test_sums_over_chunks_are_rounded_once(dtype):
     assert dbias.tolist() == [-256.0, 256.0]
     given, options = (x, weight.detach(), bias.detach(), labels), (512, IGNORE, 0.0, 1)
     saved = op.linear_cross_entropy_fwd(*given, *options)
-    grads = op.linear_cross_entropy_bwd(saved[0], *given, *saved[1:], *options, True, True, True)
+    grads = op.linear_cross_entropy_bwd(saved[0], *given, *options, *saved[1:], True, True, True)
     assert [g.dtype for g in grads] == [dtype] * 3  # as its fake says
 
 

@@ -361,11 +361,12 @@ def test_aten_keeps_to_what_a_gpu_multiplies(monkeypatch, rows_, width, out):
 # --- refusals -----------------------------------------------------------------------------------------------
 
 X, W, S, B = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.ones(4), torch.ones(4)
+WIDE = torch.ones(4, 65_537)
 BAD = [
     ({"x": torch.tensor(1.0)}, ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
     ({"x": X[:, :0], "weight": W[:, :0]}, ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
     ({"gated": "first"}, ValueError, "activation: expected the name of one with gated='first', got None"),
-    ({"x": torch.ones(1, 65_537)}, ValueError, "x: expected at most 65536 elements per row, got 65537"),
+    ({"x": WIDE, "weight": WIDE.char()}, ValueError, "x: expected at most 65536 elements per row, got 65537"),
     ({"weight": W.to(torch.uint8)}, TypeError, "weight: expected int8, got torch.uint8"),
     ({"weight": W[:, :2]}, ValueError, r"weight: expected shape \(out, 3\), got \(4, 2\)"),
     ({"scale": S.half()}, TypeError, "scale: expected float32, got torch.float16"),

@@ -57,7 +57,7 @@ F64 = torch.float64
         ({"norm_weight": torch.zeros(9)}, ValueError, "norm_weight: "),
         ({"norm_bias": torch.zeros(1)}, ValueError, "norm_bias: "),
         ({"eps": float("nan")}, ValueError, "eps: "),
-        ({"arrivals": torch.zeros(ARRIVALS)}, TypeError, "arrivals: expected an int32"),
+        ({"arrivals": torch.zeros(ARRIVALS)}, TypeError, "arrivals: expected int32"),
         ({"arrivals": torch.zeros(1, dtype=torch.int32)}, ValueError, "arrivals: "),
         ({"arrivals": torch.zeros(2 * ARRIVALS, dtype=torch.int32)[::2]}, ValueError, "arrivals: "),
         ({"arrivals": torch.zeros(ARRIVALS, dtype=torch.int32, device="meta")}, ValueError, "arrivals: "),

@@ -107,8 +107,8 @@ def loss_operands(*saved):
     return floats(4, 5), ints(0, 4, -100, 2), *saved, -100, 0.1
 
 
-def linear_loss_operands(*saved):
-    return floats(4, 5), floats(5, 5), floats(5), ints(0, 2, -100, 1), *saved, 3, -100, 0.1, 2
+def linear_loss_operands():
+    return floats(4, 5), floats(5, 5), floats(5), ints(0, 2, -100, 1), 3, -100, 0.1, 2
 
 
 def distillation_operands():
@@ -209,14 +209,18 @@ OPS = {
         ),
         [{"kind": "batch_norm"}],
     ),
-    "feed_forward_fwd": (lambda: (*ffn_operands(floats(7)), "gelu", True), [MISH], ("x", "down_weight")),
+    "feed_forward_fwd": (
+        lambda: (*ffn_operands(floats(7)), "gelu", None, True),
+        [MISH],
+        ("x", "down_weight"),
+    ),
     "feed_forward_bwd": (
-        lambda: (floats(40, 3), *ffn_operands(), floats(40, 7), floats(40, 7), "gelu", *[True] * 4),
+        lambda: (floats(40, 3), *ffn_operands(), floats(40, 7), floats(40, 7), "gelu", None, *[True] * 4),
         [*absent("x", "up_weight", "down_weight", "pre", "inner"), MISH],
     ),
     "linear_fwd": (lambda: (floats(40, 5), floats(3, 5), floats(3), "gelu", floats(40, 3), True), [MISH]),
     "linear_bwd": (
-        lambda: (floats(40, 3), floats(40, 5), floats(3, 5), floats(40, 3), "gelu", *[True] * 3),
+        lambda: (floats(40, 3), floats(40, 5), floats(3, 5), floats(40, 3), "gelu", None, *[True] * 3),
         [*absent("x", "weight", "pre"), MISH],
         ("x", "weight"),
     ),
@@ -228,8 +232,8 @@ OPS = {
     "linear_cross_entropy_bwd": (
         lambda: (
             torch.tensor(1.0),
-            *linear_loss_operands(torch.ones(2, 4), torch.tensor(3), torch.empty(0)),
-            *[True] * 3,
+            *linear_loss_operands(),
+            *(torch.ones(2, 4), torch.tensor(3), torch.empty(0), *[True] * 3),
         ),
         [*WRONG_LABELS, *WRONG_COUNTS, {"logits": floats(3, 3)}, *absent("x", "weight", "bias")],
         ("chunk_rows", "ignore_index"),
