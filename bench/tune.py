@@ -45,6 +45,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch
 
+from bench.gpu import tools
 from bench.lib.entries import KINDS, OPS, Task, candidates, heuristic, module_of, part_of, tasks
 from bench.lib.machine import describe
 from bench.lib.probe_steps import reason_of
@@ -341,11 +342,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     begin = time.monotonic()
     tiny = args.device == "cpu"
     if tiny:
-        os.environ["TRITON_INTERPRET"] = "1"
-        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
-
-        triton_interpreter.choose()
-        torch.set_num_threads(1)
+        tools.interpret()
     device = (
         torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -498,34 +499,17 @@ def run_unit(check: Check, unit: Unit) -> None:
 
 
 def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) -> int:
-    """Check each unit in its own forked process, some side by side; a timeout or a crash is a row.
-
-    Returns:
-        How many units failed.
-    """
-    context = multiprocessing.get_context("fork")
-    waiting, running, wrong = list(units), {}, 0
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            unit = waiting.pop(0)
-            if check.left() < 1.0:
-                check.row(unit.process, "skipped", "the budget is spent")
-                continue
-            process = context.Process(target=run, args=(check, unit))
-            process.start()
-            running[unit] = process, time.monotonic() + min(UNIT_SECONDS, check.left())
-        for unit, (process, until) in list(running.items()):
-            process.join(0.05)
-            if process.exitcode is None and time.monotonic() < until:
-                continue
-            if process.exitcode is None:
-                process.kill()
-                process.join(10)
-                check.row(unit.process, "timeout", "its process did not end in its time")
-            elif process.exitcode not in (0, FAILED):
-                check.row(unit.process, "crashed", f"its process ended with {process.exitcode}")
-            wrong += process.exitcode != 0
-            del running[unit]
+    """Check each unit in its own process; a timeout or a crash is a row. How many units failed."""
+    wrong, one = 0, functools.partial(run, check)
+    for unit, status in tools.in_processes(units, one, at_once, check.left, UNIT_SECONDS):
+        if status == "skipped":
+            check.row(unit.process, status, "the budget is spent")
+            continue
+        if status == "timeout":
+            check.row(unit.process, status, "its process did not end in its time")
+        elif status not in (0, FAILED):
+            check.row(unit.process, "crashed", f"its process ended with {status}")
+        wrong += status != 0
     return wrong
 
 
@@ -564,11 +548,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.check == "hopper-cases":
         return hopper_cases()
     if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
-
-        triton_interpreter.choose()
-        torch.set_num_threads(1)
+        tools.interpret()
 
     def emit(row: dict) -> None:
         if args.json is not None:

@@ -8,6 +8,7 @@ is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -152,6 +153,18 @@ def timer(args: argparse.Namespace) -> Callable[[], float]:
     """A function that returns the seconds left of the budget, which begins now; infinity without a budget."""
     end = time.monotonic() + args.budget if args.budget else float("inf")
     return lambda: end - time.monotonic()
+
+
+@contextlib.contextmanager
+def recorded(report: Report, row: dict, left: Callable[[], float], needed: float) -> Iterator[None]:
+    """Measure within the block: an error, or fewer seconds left than are needed, is a row like `row`."""
+    try:
+        if left() < needed:
+            raise TimeoutError(f"{left():.0f} s of --budget are left, {needed:.0f} needed")
+        yield
+    except Exception as error:
+        before = f" after {reason_of(error.__context__)}" if error.__context__ else ""
+        report.row(row | {"status": "error", "error": reason_of(error) + before})
 
 
 def begun(args: argparse.Namespace, line: Callable[[dict], str] = row_line) -> Report:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import multiprocessing
+import functools
 import os
 import subprocess
 import sys
@@ -28,6 +28,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
+from bench.gpu import tools  # noqa: E402
 from bench.lib import training, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
@@ -123,26 +124,12 @@ def work(unit: Unit | SelfCheck, device: torch.device) -> None:
 
 def run(wanted: list[Unit | SelfCheck], device: torch.device, at_once: int, seconds: float) -> int:
     """Compile all units, some side by side; how many failed or did not end in time."""
-    context, end = multiprocessing.get_context("fork"), time.monotonic() + seconds
-    waiting, running, bad = list(wanted), {}, 0
-    while waiting or running:
-        while waiting and len(running) < at_once and time.monotonic() < end:
-            unit = waiting.pop(0)
-            running[unit] = context.Process(target=work, args=(unit, device))
-            running[unit].start()
-        for unit, process in list(running.items()):
-            process.join(0.05)
-            if process.exitcode is None and time.monotonic() < end:
-                continue
-            if process.exitcode is None:
-                process.kill()
-                process.join(10)
-                print(f"{unit.name}: stopped after {seconds:.0f} s", flush=True)
-            bad += process.exitcode != 0
-            del running[unit]
-        if waiting and time.monotonic() >= end:
-            print(f"not begun: {', '.join(unit.name for unit in waiting)}", flush=True)
-            return bad + len(waiting)
+    end, bad = time.monotonic() + seconds, 0
+    one = functools.partial(work, device=device)
+    for unit, status in tools.in_processes(wanted, one, at_once, lambda: end - time.monotonic()):
+        if isinstance(status, str):
+            print(f"{unit.name}: {status} after {seconds:.0f} s", flush=True)
+        bad += status != 0
     return bad
 
 
@@ -157,11 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
-
-        triton_interpreter.choose()
-        torch.set_num_threads(1)
+        tools.interpret()
     command = [sys.executable, str(ROOT / "setup.py"), "build_ext", "--inplace"]
     building = subprocess.Popen(command, cwd=ROOT) if args.build else None
     cores = max(1, len(os.sched_getaffinity(0)) - (building is not None))

@@ -1,14 +1,73 @@
-"""compute-sanitizer over single kernels, for gpu/checks.py."""
+"""What checks and compiles single kernels: processes of their own, compute-sanitizer."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 CHECKS = Path(__file__).resolve().with_name("checks.py")
+
+
+def interpret() -> None:
+    """Let Triton's kernels of this process run on the CPU."""
+    import torch
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+
+    triton_interpreter.choose()
+    torch.set_num_threads(1)
+
+
+def in_processes(
+    units: Iterable[Any],
+    run: Callable[[Any], None],
+    at_once: int,
+    left: Callable[[], float],
+    most: float = math.inf,
+) -> Iterator[tuple[Any, int | str]]:
+    """Run each unit in its own forked process, some side by side, and yield it when it has ended.
+
+    Args:
+        units: what is run.
+        run: called with a unit, in its process.
+        at_once: how many run side by side.
+        left: seconds until all must have ended.
+        most: seconds that one unit may take.
+
+    Yields:
+        The unit, and the exit status of its process; "skipped" where too little time was left to begin it,
+        "timeout" where it did not end in its time.
+    """
+    context, waiting, running = multiprocessing.get_context("fork"), list(units), {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            unit = waiting.pop(0)
+            if left() < 1.0:
+                yield unit, "skipped"
+                continue
+            process = context.Process(target=run, args=(unit,))
+            process.start()
+            running[unit] = process, time.monotonic() + min(most, left())
+        for unit, (process, until) in list(running.items()):
+            process.join(0.05)
+            status = process.exitcode
+            if status is None and time.monotonic() < until:
+                continue
+            if status is None:
+                process.kill()
+                process.join(10)
+                status = "timeout"
+            del running[unit]
+            yield unit, status
 
 
 def program(name: str, tiny: bool) -> str:

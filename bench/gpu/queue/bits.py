@@ -30,7 +30,6 @@ import fastbert
 from bench.gpu import engines, groups
 from bench.lib import served, workloads
 from bench.lib.engines import config_of, encoder_of
-from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
 from fastbert.layers import float8
 from fastbert.ops.linear import linear
@@ -123,15 +122,11 @@ def main(argv: list[str] | None = None) -> int:
     few = {"samples": (2, 2), "warmup": 1, "inner": 1} if tiny else {"samples": (args.samples, 50)}
     for case, texts, make in cases(tiny, device):
         head = {"step": "bits", "name": f"bits-{case}"}
-        try:
-            if not tiny and left() < 3:
-                raise TimeoutError(f"{left():.0f} s of --budget are left, 3 needed")
+        with groups.recorded(report, head, left, 0 if tiny else 3):
             for name, timing in interleave(make(), device, **few).items():
                 speed = {"texts_per_second": 1e3 * texts / timing.median_ms} if texts else {}
                 row = {"name": f"bits-{case}-{name}", "status": "ok", "ms": timing.median_ms}
                 report.row(head | row | speed)
-        except Exception as error:
-            report.row(head | {"status": "error", "error": reason_of(error)})
     report.end()
     return 0
 

@@ -27,7 +27,6 @@ import torch
 
 from bench.gpu import engines, groups
 from bench.lib import served, workloads
-from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
 from fastbert import testing
 from fastbert.backends.cuda import encoder_layers
@@ -109,13 +108,9 @@ def main(argv: list[str] | None = None) -> int:
         report.row({"step": "latency", **row})
     for model, lengths, ways in TINY if tiny else TEXTS:
         name = f"latency-{model.name}-{len(lengths)}x{lengths[0]}"
-        try:
-            if not tiny and left() < 3:
-                raise TimeoutError(f"{left():.0f} s of --budget are left, 3 needed")
+        with groups.recorded(report, {"step": "latency", "name": name}, left, 0 if tiny else 3):
             for row in replayed(name, model, lengths, ways, device, 2 if tiny else args.samples):
                 report.row({"step": "latency", **row})
-        except Exception as error:
-            report.row({"step": "latency", "name": name, "status": "error", "error": reason_of(error)})
     report.end()
     return 0
 

@@ -23,7 +23,6 @@ import torch
 from bench.gpu import groups
 from bench.lib import served, workloads
 from bench.lib.engines import config_of, encoder_of, theirs
-from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
 from fastbert.runtime import dispatch
 
@@ -85,13 +84,9 @@ def main(argv: list[str] | None = None) -> int:
         for batch, lengths in BATCHES.items():
             inputs = workloads.padded_inputs((8, 8) if tiny else lengths, config.vocab_size, device)
             head = {"step": "relative", "name": f"relative-{batch}-{'train' if train else 'forward'}"}
-            try:
-                if not tiny and left() < 4:
-                    raise TimeoutError(f"{left():.0f} s of --budget are left, 4 needed")
+            with groups.recorded(report, head, left, 0 if tiny else 4):
                 for row in rows(modules, inputs, device, train):
                     report.row(head | {"name": f"{head['name']}-{row['way']}", "status": "ok"} | row)
-            except Exception as error:
-                report.row(head | {"status": "error", "error": reason_of(error)})
     return 0
 
 

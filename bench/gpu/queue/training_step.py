@@ -35,7 +35,6 @@ import torch
 
 from bench.gpu import breakdown, groups
 from bench.lib import served, training, workloads
-from bench.lib.probe_steps import reason_of
 from bench.lib.timing import interleave
 from fastbert import testing
 from fastbert.backends.cuda import feed_forward as by_cuda
@@ -178,20 +177,14 @@ def main(argv: list[str] | None = None) -> int:
     """Measure both models by both."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     device, left, report = torch.device(args.device), groups.timer(args), groups.begun(args, line)
-    try:
+    with groups.recorded(report, {"step": "training_step", "name": "between"}, left, 0):
         for row in between(device):
             report.row({"step": "training_step", **row})
-    except Exception as error:
-        report.row({"step": "training_step", "name": "between", "status": "error", "error": reason_of(error)})
     for who, name in itertools.product(("fastbert", "transformers"), ("base", "large")):
         head = {"step": "training_step", "name": f"{who}-{name}"}
-        try:
-            if left() < 20:
-                raise TimeoutError(f"{left():.0f} s of --budget are left, 20 needed")
+        with groups.recorded(report, head, left, 20):
             for row in rows(who, name, device):
                 report.row(head | row | {"name": f"{who}-{name}-{row['way']}", "status": "ok"})
-        except Exception as error:
-            report.row(head | {"status": "error", "error": reason_of(error.__context__ or error)})
         gc.collect()
         torch.cuda.empty_cache()
     return 0
