@@ -71,7 +71,6 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> float:
 
 
 def rows(folder: Path | None) -> Iterator[dict[str, Any]]:
-    """One row per format."""
     directory = minilm_directory()
     if directory is None:
         raise SystemExit(encode.MISSING)
@@ -111,13 +110,11 @@ def rows(folder: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     names = ("cosine_mean", "cosine_least", "spearman", "sqnr_least", "sqnr_median", "masked_lm_loss")
     return f"{row['name']:<24} " + ", ".join(f"{n} {row[n]:.5f}" for n in names if n in row)
 
 
 def main() -> int:
-    """Command line of this file."""
     parser = argparse.ArgumentParser(prog="bench/bits.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="of examples/pretrain.sh")

@@ -147,7 +147,6 @@ def changes(before: list[dict[str, dict]], after: list[dict[str, dict]]) -> list
 
 
 def line(change: Change, threshold: float) -> str:
-    """The printed form of a change."""
     times = ["-" if s is None else f"{s * 1e3:,.3f} ms" for s in (change.before, change.after)]
     ratios = "  ".join(f"{kind} {ratio:.2f}" for kind, ratio in change.ratios.items())
     verdict = ""

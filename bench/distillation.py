@@ -88,7 +88,6 @@ def write(path: Path, made: list[str], labels: list[Any]) -> Path:
 
 
 def row_of(seed: int, folder: Path) -> dict[str, Any]:
-    """One seed's accuracies."""
     draw = np.random.default_rng(seed)
     table, options = draw.integers(0, VALUES, (KEYS, NUMBERS)), {"seed": seed, "progress": False}
     options |= {"lr": LEARNING_RATE, "batch_size": BATCH, "max_length": 16}
@@ -120,13 +119,11 @@ def row_of(seed: int, folder: Path) -> dict[str, Any]:
 
 
 def rows_of(seed: int) -> Iterator[dict[str, Any]]:
-    """The row of a seed."""
     with tempfile.TemporaryDirectory() as folder:
         yield row_of(seed, Path(folder))
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     curves = (f"{name} {' '.join(f'{each:.3f}' for each in row[name])}" for name in ("distilled", "alone"))
     return f"{row['name']:<16} teacher {row['teacher']:.3f}  {'  '.join(curves)}"
 

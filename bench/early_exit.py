@@ -57,7 +57,6 @@ def branches_alone(exits: EarlyExit, measured: Any) -> list[float]:
 
 
 def curves(seed: int) -> Iterator[dict[str, Any]]:
-    """A row per kind."""
     model, steps = pruning.trained(seed, texts, num_hidden_layers=LAYERS)
     assert isinstance(model, BertForSequenceClassification)
     table = pruning.table_of(seed)

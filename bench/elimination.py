@@ -73,7 +73,6 @@ def learned(losses: Any, seed: int, groups: Any = decay_groups) -> Any:
 
 
 def curves(seed: int) -> Iterator[dict[str, Any]]:
-    """A row per kind."""
     first, steps = pruning.trained(seed, texts, num_hidden_layers=3)
     scored, measured = (
         pruning.examples(np.random.default_rng([seed, i]), pruning.table_of(seed), count, texts)

@@ -102,7 +102,6 @@ class Saved:
         return tensor
 
     def total(self) -> int:
-        """Bytes of all storages."""
         return sum(size for _, _, size in self.found.values())
 
     def largest(self, kinds: int) -> list[dict]:
@@ -115,7 +114,6 @@ class Saved:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """A dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -125,7 +125,6 @@ def ask(lane: str, calls: int) -> dict[str, dict]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="bench/graphs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,7 +141,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; print and record each row."""
     args = parse(argv)
     if args.serve:
         print(json.dumps(serve(args.serve, args.calls)))

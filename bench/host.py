@@ -112,7 +112,6 @@ def model(candidate: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def measured(candidate: str, dtype: torch.dtype, calls: int) -> list[dict]:
-    """A row for each case."""
     from fastbert.runtime import prepared
 
     found = []
@@ -214,7 +213,6 @@ def no_list_kernels() -> None:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     if row["step"] == "training step":
         return f"{row['name']}: {row['min_us']:.0f} us at least, median {row['median_us']:.0f}"
     one = "in one call" if row["serving"] else "layer by layer"
@@ -225,7 +223,6 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; print and record each row."""
     from bench.lib.machine import describe
     from bench.lib.report import Report
 

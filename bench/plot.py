@@ -129,7 +129,6 @@ def histories(runs: dict[Path, results.Run], out: Path | None) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draw the charts of files, or write the tables."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["tables"]:
         return tables.main(argv[1:])

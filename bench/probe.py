@@ -81,7 +81,6 @@ def positive(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="probe", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--json", type=Path, help="file to write: replaced after every row; a *.jsonl is appended to"

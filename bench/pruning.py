@@ -130,7 +130,6 @@ def trained(
 
 
 def accuracy(model: fastbert.BertForSequenceClassification, measured: Examples) -> float:
-    """The share of right answers."""
     return float(Measure.of(model, measured).scores().mean())
 
 
@@ -203,7 +202,6 @@ def learned_curves(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     return f"{row['name']:<28} {' '.join(f'{each:.3f}' for each in row['accuracy'])}"
 
 
@@ -224,7 +222,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    """Train, prune, print and write."""
     parser = parser_of("pruning", __doc__)
     parser.add_argument("--learned", action="store_true", help="zeros that are chosen while a model learns")
     args = parser.parse_args()

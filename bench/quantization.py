@@ -89,7 +89,6 @@ def train(model: Model, table: tuple[Tensor, Tensor], steps: int, rate: float, s
 
 
 def row_of(seed: int) -> dict[str, Any]:
-    """The accuracies of one seed."""
     torch.manual_seed(seed)
     model, table = Model(fastbert.EncoderConfig(**CONFIG)), table_of(seed)
     for _ in train(model, table, STEPS, LEARNING_RATE, seed):
@@ -110,7 +109,6 @@ def row_of(seed: int) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     ends = ", ".join(f"{way} {row[way][-1]:.3f}" for way in WAYS)
     first = f"float {row['float']:.3f}, int8 {row['int8']:.3f}, int4 {row[WAYS[0]][0]:.3f}"
     return f"{row['name']:<16} {first}; {ends}"

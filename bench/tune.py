@@ -99,7 +99,6 @@ def evaluate(task: Task, function: Callable, inputs: dict, dtype: torch.dtype | 
 
 
 def device_of(inputs: dict) -> torch.device:
-    """Where the inputs are."""
     return next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
@@ -276,7 +275,6 @@ def label(config: Any) -> str:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     if row["status"] != "ok":
         return f"  {row['name']}: {row['error'].splitlines()[0][:140]}"
     if "entry" not in row:
@@ -287,7 +285,6 @@ def line(row: dict) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

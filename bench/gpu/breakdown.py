@@ -47,7 +47,6 @@ def kernels_of(profiler: torch.profiler.profile, calls: int, device_type: str) -
 
 
 def measured(call: Callable[[], object], device: torch.device, samples: int) -> dict:
-    """The figures of a row."""
     for _ in range(WARMUPS):
         call()
     walls = []
@@ -92,7 +91,6 @@ def steps(model: workloads.Model, batch: str, device: torch.device) -> Iterator[
 
 
 def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict]:
-    """Every row of the run; training last."""
     plan = [("forward", model, batch, forwards) for model in args.models for batch in FORWARDS]
     plan += [("training", model, STEPS[model], steps) for model in args.models]
     begin = time.monotonic()
@@ -117,7 +115,6 @@ def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     if row["status"] != "ok":
         return f"{row['name']} {row['status']}: {row['error'][:200]}"
     text = f"{row['name']}: wall {row['wall_ms']:.3f} ms, kernels {row['busy_ms']:.3f} ms"
@@ -127,7 +124,6 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the arguments name."""
     parser = groups.options(__doc__, samples=7)
     known = tuple(STEPS)
     parser.add_argument("--models", nargs="+", choices=known, default=["base", "large"], metavar="MODEL")

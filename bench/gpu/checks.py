@@ -138,11 +138,9 @@ class Check:
         return self.device.type == "cpu"
 
     def left(self) -> float:
-        """Seconds of the budget."""
         return self.end - time.monotonic()
 
     def row(self, name: str, status: str, error: str | None = None, **facts) -> None:
-        """Hand over one row."""
         row = {"step": self.name, "name": name, "status": status}
         self.emit(row | ({"error": error[:2000]} if error else {}) | facts)
 
@@ -188,7 +186,6 @@ def replayed_case(check: Check, unit: Unit) -> testing.Case:
 
 
 def correctness(check: Check, unit: Unit) -> Iterator[None]:
-    """The error rule."""
     for case in cases(check, unit):
         name = f"{unit.name}-{case.id}"
         with recorded(check, name), poisoned():
@@ -238,7 +235,6 @@ def evaluator(
 
 
 def determinism(check: Check, unit: Unit) -> Iterator[None]:
-    """Bit-equal repeats."""
     case, repeats = one_case(check, unit), 3 if check.tiny else REPEATS
     with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
         backward = has_backward(unit.backend, unit.op)
@@ -514,7 +510,6 @@ def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) ->
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="bench/gpu/checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -79,7 +79,6 @@ def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = groups.options(__doc__, samples=25)
     models, known = tuple(MODELS), (*WORKLOADS, *workloads.names())
     parser.add_argument("--models", nargs="+", choices=models, default=["base", "large"], metavar="MODEL")
@@ -94,7 +93,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time what the arguments name."""
     return groups.record(parse(argv), plan)
 
 

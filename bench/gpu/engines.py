@@ -145,7 +145,6 @@ class Bank:
 
     @functools.cached_property
     def ours(self) -> fastbert.BertModel:
-        """Our encoder in bf16."""
         with self.device:
             module = fastbert.AutoModel.from_config(self.config, add_pooling_layer=False)
         return self._placed(module, torch.bfloat16)

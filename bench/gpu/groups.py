@@ -120,7 +120,6 @@ def _graphed(row: dict) -> bool:
 
 
 def ratio_line(row: dict) -> str:
-    """The printed form of a ratio."""
     where = " ".join(filter(None, (row["step"], row["model"], row["workload"], row["head"])))
     kind = "times the speed" if row["of"] == "median_ms" else f"of the {row['of']}"
     return f"# {where:<42} {row['ours']:22} {row['ratio']:5.2f} {kind} of {row['theirs']}"

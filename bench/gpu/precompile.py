@@ -46,7 +46,6 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
         return f"{self.model} {self.workload} {'training' if self.training else 'forward'}"
 
 
@@ -58,7 +57,6 @@ class SelfCheck:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
         return f"self-check of {self.op}"
 
 

@@ -54,7 +54,6 @@ class Place:
     end: float
 
     def left(self) -> float:
-        """Seconds."""
         return max(1.0, self.end - time.monotonic())
 
     def command(self, name: str, *options: str, launcher: tuple[str, ...] = ()) -> list[str]:

@@ -71,7 +71,6 @@ class Run:
         return self.device == "cpu"
 
     def file(self, name: str) -> Path:
-        """A file of the run."""
         return self.out / name
 
     def script(self, name: str, *arguments: object) -> list[str]:
@@ -107,7 +106,6 @@ def build(run: Run, seconds: float) -> list[str]:
 
 
 def probe(run: Run, seconds: float) -> list[str]:
-    """The roofs of the machine."""
     return script(run, "probe.py", "probe.jsonl", seconds) + (["--smoke"] if run.tiny else [])
 
 
@@ -285,7 +283,6 @@ def share(step: Step, later: list[Step], left: float, scale: float) -> float:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """The environment of every step."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     if run.tiny:
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -421,7 +418,6 @@ def proceed(run: Run, steps: list[Step], budget: float, part: str) -> int:
 
 
 def summary(record: dict) -> str:
-    """One line on a step."""
     reason = f": {record['reason']}" if record["reason"] else ""
     return f"# {record['step']:<16} {record['status']:<8} {record['seconds']:6.1f} s{reason}"
 
@@ -435,7 +431,6 @@ def seconds_of(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] in (["merge"], ["readme"]):
         from bench.gpu import records

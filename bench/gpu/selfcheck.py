@@ -24,13 +24,11 @@ from fastbert.testing import proving
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     ratios = ", ".join(f"{ms / other_ms:.2f}" for _, _, ms, _, other_ms, *_ in row["times"])
     return f"{row['outcome']:<9} {row['name']:<36} {row['reason'] or ratios}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="selfcheck", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="file of rows")

@@ -71,7 +71,6 @@ def in_processes(
 
 
 def program(name: str, tiny: bool) -> str:
-    """The path of a tool, or why there is none."""
     if tiny:
         return "needs a GPU"
     return shutil.which(name) or f"no {name} on the PATH"

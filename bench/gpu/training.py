@@ -100,7 +100,6 @@ def plan(args: argparse.Namespace, roofs: Roofs, left: Callable[[], float]) -> I
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser, candidates = groups.options(__doc__, samples=7), training.CANDIDATES
     models = tuple(MODELS)
     parser.add_argument("--models", nargs="+", choices=models, default=["base", "large"], metavar="MODEL")
@@ -113,7 +112,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the arguments name."""
     return groups.record(parse(argv), plan)
 
 

@@ -64,7 +64,6 @@ class PrunedBank(Bank):
         return module.to(dtype)
 
     def forward(self, name: str) -> Forward:
-        """See `Bank`."""
         engine, tag = name.split("-")
         if engine != "whole":
             return super().forward(name)
@@ -112,7 +111,6 @@ class ExitBank(Bank):
         return module.eval().to(dtype)
 
     def forward(self, name: str) -> Forward:
-        """See `Bank`."""
         engine, tag = name.split("-")
         if engine not in ("fastbert", "whole"):
             return super().forward(name)
@@ -135,7 +133,6 @@ class TablesBank(Bank):
     """An int8 encoder whose table of words is in 8 bits too, and the same with a table of floats."""
 
     def forward(self, name: str) -> Forward:
-        """See `Bank`."""
         engine, tag = name.split("-")
         if engine not in ("fastbert", "whole"):
             return super().forward(name)

@@ -171,7 +171,6 @@ def _evenly(count: int, total: int) -> np.ndarray:
 
 
 def _part(examples: Encoded, numbers: np.ndarray) -> Encoded:
-    """Some of the examples."""
     found = examples.batch(numbers, segments=True).inputs
     starts, labels = found["cu_seqlens"].astype(np.int64), {name: found[name] for name in examples.labels}
     return Encoded(found["input_ids"], found["token_type_ids"], starts, labels)

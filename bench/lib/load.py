@@ -118,7 +118,6 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """End the process."""
         self.process.kill()
         with contextlib.suppress(BrokenPipeError), self.process:
             pass
@@ -135,15 +134,12 @@ class Neighbour:
         self.pause()
 
     def pause(self) -> None:
-        """Let it sleep."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it run."""
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it."""
         self.process.kill()
         with self.process:
             pass
@@ -230,7 +226,6 @@ class Bench:
         self.neighbour = Neighbour()
 
     def close(self) -> None:
-        """End all processes."""
         self.neighbour.close()
         for engine in self.engines.values():
             engine.close()

@@ -33,7 +33,6 @@ class Record:
     source: str
 
     def __str__(self) -> str:
-        """One line."""
         what = f"{self.value:,.0f} {self.unit} per {self.device}, {self.precision}, {self.accuracy}"
         return f"record: {what} ({self.who}; {self.source})"
 

@@ -42,7 +42,6 @@ class Bench:
     def row(
         self, name: str, timing: Timing | None = None, flops: float = 0.0, bytes: float = 0.0, **facts
     ) -> None:
-        """Hand over one finished row."""
         row = {"step": self.step, "name": name, "status": "ok"}
         if timing is not None:
             row |= timing.facts()

@@ -134,7 +134,6 @@ def number(run: Run) -> str:
 
 
 def line(words: str, row: Row) -> list[str]:
-    """A line of a table."""
     return [words, figure(row), beside(row), number(row.run)]
 
 

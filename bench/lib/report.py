@@ -35,7 +35,6 @@ def write_atomically(path: Path, data: dict) -> None:
 
 
 def row_line(row: dict) -> str:
-    """The printed form of a row."""
     name = f"{'*' if row.get('serves') else ''}{row['name']:<60}"
     if row["status"] != "ok":
         why = (row.get("error") or "").strip() or "no message"

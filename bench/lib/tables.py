@@ -22,7 +22,6 @@ SECTION = "suite results"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table."""
     text = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
     return [text[0], "|" + "---|" * len(head), *text[1:]]
 
@@ -147,7 +146,6 @@ def absent(run: Run) -> list[str]:
 
 
 def of_run(run: Run) -> list[str]:
-    """The lines of one run."""
     text = [where(run), ""]
     for kind in dict.fromkeys(each.kind for each in run.benchmarks):
         rows = kind_table(run.of(kind))

@@ -233,7 +233,6 @@ def interleave(
 
 
 def measure(calls: Call | Sequence[Call], device: torch.device | str, **options) -> Timing:
-    """Time one candidate; the options are those of `interleave`."""
     return interleave({"": calls}, device, **options)[""]
 
 

@@ -86,13 +86,11 @@ def modules(
 
 
 def loss_of(module: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
-    """The loss of one forward."""
     with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
         return module(**inputs).loss
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that all candidates have."""
     return torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
 
 

@@ -54,7 +54,6 @@ class Saved(list):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of every benchmark of the suite."""
     group = parser.getgroup("fastbert", "fastbert's benchmarks")
     group.addoption(
         "--peers",
@@ -198,7 +197,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def run(request: pytest.FixtureRequest) -> Run:
-    """This run."""
     return request.config.stash[RUN]
 
 
@@ -334,7 +332,6 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
 
 
 def lines_of(run: Run) -> Iterator[str]:
-    """The table: a group's heading, then a line per candidate."""
     last = None
     for group, _, row in run.recorded:
         if group != last:
@@ -353,7 +350,6 @@ def lines_of(run: Run) -> Iterator[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table."""
     run = config.stash[RUN]
     for name, why in run.left_out.items():
         terminalreporter.write_line(f"# no {name}: {why}")

@@ -108,13 +108,11 @@ def cases(tiny: bool, device: torch.device) -> Iterator[tuple[str, int, Callable
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     return " ".join([f"{row['name']}:", f"{row['ms']:.3f} ms" if "ms" in row else row.get("error", "")])
 
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
-    """Measure every case."""
     args = groups.parsed(groups.options(__doc__, samples=10), argv)
     tiny, device, left = args.device == "cpu", torch.device(args.device), groups.timer(args)
     report = groups.begun(args, line)

@@ -93,7 +93,6 @@ def trained(
 
 
 def measured(way: str, device: str) -> dict:
-    """A row."""
     tiny = device == "cpu"
     model = workloads.TINY if tiny else dataclasses.replace(workloads.BASE, layers=LAYERS)
     few, many = ((3, 4, 5), (4,) * 4) if tiny else ((9, 40, 17, 70), (128,) * 32)
@@ -107,7 +106,6 @@ def measured(way: str, device: str) -> dict:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     if row["status"] != "ok":
         return report.row_line(row)
     apart = max(abs(a - b) for a, b in zip(row["losses"], row["cpu_losses"], strict=True))
@@ -116,7 +114,6 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train by each way."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     rows = groups.begun(args, line)
     for way in WAYS:

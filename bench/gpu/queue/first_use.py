@@ -78,7 +78,6 @@ def measured(what: str, device: str) -> dict:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     if row["status"] != "ok":
         return report.row_line(row)
     calls = ", ".join(f"{seconds:.2f}" for seconds in row["calls_s"])
@@ -87,7 +86,6 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure a forward and a step."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     rows = groups.begun(args, line)
     for what in ("forward", "step"):

@@ -60,14 +60,12 @@ def functions(call: Callable[[], object], calls: int) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     head = f"{row['name']}: {row['wall_us']:.0f} us, of them {row['host_us']:.0f} until enqueued"
     shown = (f"  {f['us']:7.1f} us {f['calls']:6.1f} x {f['function'][:80]}" for f in row["functions"][:16])
     return "\n".join([head, *shown])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every engine."""
     args = groups.parsed(groups.options(__doc__, samples=CALLS), argv)
     tiny, device = args.device == "cpu", torch.device(args.device)
     report = groups.begun(args, line)

@@ -78,7 +78,6 @@ def replayed(
     device: torch.device,
     samples: int,
 ) -> Iterator[dict]:
-    """A row per way."""
     bank = engines.Bank(model, device)
     inputs = workloads.padded_inputs(lengths, model.vocab, device)
     forwards, outputs = {way: bank.forward("fastbert_graphs-bf16") for way in ways}, {}
@@ -99,7 +98,6 @@ def replayed(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, then measure every text."""
     args = groups.parsed(groups.options(__doc__, samples=10), argv)
     tiny, device, left = args.device == "cpu", torch.device(args.device), groups.timer(args)
     report = groups.begun(args)

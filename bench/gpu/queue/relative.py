@@ -62,13 +62,11 @@ def rows(modules: dict[str, torch.nn.Module], inputs: dict, device: torch.device
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     shown = (f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float))
     return " ".join([f"{row['name']}:", *shown, row.get("error", "")])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure both batches in inference and training."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     tiny, device, left = args.device == "cpu", torch.device(args.device), groups.timer(args)
     report = groups.begun(args, line)

@@ -168,13 +168,11 @@ def rows(who: str, name: str, device: torch.device) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """The printed form of a row."""
     shown = (f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
     return " ".join([row["name"], *shown, *row.get("waits", []), row.get("error", "")])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure both models by both."""
     args = groups.parsed(groups.options(__doc__, samples=1), argv)
     device, left, report = torch.device(args.device), groups.timer(args), groups.begun(args, line)
     with groups.recorded(report, {"step": "training_step", "name": "between"}, left, 0):

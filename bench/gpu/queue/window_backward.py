@@ -92,7 +92,6 @@ def rows(device: torch.device, samples: int) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every call by every backend."""
     args = groups.parsed(groups.options(__doc__, samples=10), argv)
     report = groups.begun(args)
     for row in rows(torch.device(args.device), 2 if args.device == "cpu" else args.samples):
