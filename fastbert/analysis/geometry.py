@@ -24,6 +24,7 @@ from fastbert.analysis.features import hidden_states
 from fastbert.analysis.intervals import Interval, estimate
 from fastbert.analysis.walk import BATCH_TOKENS, Batch
 from fastbert.models.base import PreTrainedModel
+from fastbert.runtime import expected
 from fastbert.tasks.examples import WORD, Examples
 
 # the default of `geometry`'s `least`
@@ -110,14 +111,8 @@ def geometry(
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    for name, value, smallest in (
-        ("least", least, 2),
-        ("max_types", max_types, 1),
-        ("max_contexts", max_contexts, 2),
-        ("random_tokens", random_tokens, 2),
-    ):
-        if not isinstance(value, int) or value < smallest:
-            raise ValueError(f"{name}: expected an integer >= {smallest}, got {value!r}")
+    expected.integers(1, max_types=max_types)
+    expected.integers(2, least=least, max_contexts=max_contexts, random_tokens=random_tokens)
     draw = np.random.default_rng(seed)
     usual = np.flatnonzero(examples.kinds == WORD)
     types = words_in(examples, least)

@@ -36,6 +36,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.encoder import last_norm, tapped
 from fastbert.models.inputs import Inputs
 from fastbert.ops.attention_places import attention_places
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples
 
 UNITS = ("head", "all-but-one", "layer")
@@ -144,9 +145,8 @@ def ablate(
 
 def check(unit: str, mode: str) -> None:
     """Raise a ValueError if `ablate` has no such unit or mode."""
-    for name, value, known in (("unit", unit, UNITS), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    expected.one_of(UNITS, unit=unit)
+    expected.one_of(MODES, mode=mode)
     if mode == "skip" and unit != "layer":
         raise ValueError(f"mode: skip is for unit='layer', got unit={unit!r}")
 
@@ -387,8 +387,7 @@ def pruning_curve(
     order = np.asarray(order)
     if not np.array_equal(np.sort(order), np.arange(layers * heads)):
         raise ValueError(f"order: expected each of the {layers * heads} heads once, got {len(order)} numbers")
-    if not 0 < step <= 1:
-        raise ValueError(f"step: expected a number in (0, 1], got {step!r}")
+    expected.numbers("in (0, 1]", step=step)
     points = max(1, math.ceil(1 / step - 1e-9))
     removed = np.array([min(round(i * step * len(order)), len(order)) for i in range(points + 1)])
     score = np.zeros((len(removed), len(measure)))

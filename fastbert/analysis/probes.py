@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastbert.runtime import expected
+
 LOSSES = ("sigmoid", "softmax")
 
 
@@ -50,12 +52,9 @@ class Recipe(NamedTuple):
 
     def check(self) -> None:
         """Raise a ValueError that names the first invalid value."""
-        for name, least in (("inner", 0), ("batch", 1), ("epochs", 1), ("patience", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
-        if not 0 <= self.dropout_p < 1:
-            raise ValueError(f"dropout_p: expected a number in [0, 1), got {self.dropout_p!r}")
+        expected.integers(0, inner=self.inner)
+        expected.integers(1, batch=self.batch, epochs=self.epochs, patience=self.patience)
+        expected.numbers("in [0, 1)", dropout_p=self.dropout_p)
         for name in ("lr", "mix_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)!r}")
@@ -253,8 +252,7 @@ def fit(
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    if loss not in LOSSES:
-        raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {loss!r}")
+    expected.one_of(LOSSES, loss=loss)
     if not len(train):
         raise ValueError("train: expected one target at least, got none")
     for name, some in (("train", train), ("held_out", held_out)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastbert.analysis.probes import Spans, check_finite
 from fastbert.analysis.treebank import Sentence, pieces_of
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples
 from fastbert.tasks.files import filled_lines, parsed
 
@@ -126,8 +127,7 @@ def of_treebank(sentences: Sequence[Sentence], examples: Examples, label: str) -
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    if label not in LABELS:
-        raise ValueError(f"label: expected one of {', '.join(LABELS)}, got {label!r}")
+    expected.one_of(LABELS, label=label)
     if len(sentences) != len(examples):
         raise ValueError(f"examples: expected {len(sentences)}, one per sentence, got {len(examples)}")
     starts, ends = pieces_of(examples)

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples, of_encodings
 
 COLUMNS = 10
@@ -66,8 +67,8 @@ def read_conllu(path: str | Path, max_sentences: int | None = None) -> list[Sent
         ValueError, OSError: naming the file and the line.
     """
     path = Path(path)
-    if max_sentences is not None and (not isinstance(max_sentences, int) or max_sentences < 1):
-        raise ValueError(f"max_sentences: expected an integer >= 1, got {max_sentences!r}")
+    if max_sentences is not None:
+        expected.integers(1, max_sentences=max_sentences)
     found: list[Sentence] = []
     for lines in blocks_of(path):
         found.append(_sentence(path, lines))
@@ -207,8 +208,8 @@ def _encoded(
     tokenizer: Tokenizer, sentences: Sequence[_Words], max_length: int | None
 ) -> tuple[Tokenizer, list[Encoding]]:
     """(the tokenizer without padding and truncation, each sentence encoded)."""
-    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-        raise ValueError(f"max_length: expected an integer >= 1, got {max_length!r}")
+    if max_length is not None:
+        expected.integers(1, max_length=max_length)
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()

@@ -17,6 +17,7 @@ from fastbert.models.config import as_config
 from fastbert.models.encoder import tapped
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.inputs import Inputs
+from fastbert.runtime import expected
 from fastbert.sentences.tokenizer import pack_batches
 from fastbert.tasks.examples import Examples
 
@@ -88,8 +89,7 @@ def batches(
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    if not isinstance(batch_tokens, int) or isinstance(batch_tokens, bool) or batch_tokens < 1:
-        raise ValueError(f"batch_tokens: expected an integer >= 1, got {batch_tokens!r}")
+    expected.integers(1, batch_tokens=batch_tokens)
     if model.config.family.global_tokens:
         raise ValueError(
             f"model: {model.config.model_type} may have global tokens, which attend by projections of their "

@@ -42,6 +42,7 @@ from fastbert.models.heads.task_model import Encoded
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import sequence_loss
 from fastbert.models.outputs import ModelOutput
+from fastbert.runtime import expected
 
 if TYPE_CHECKING:
     from typing import Self
@@ -112,8 +113,7 @@ class EarlyExit(Learns):
                 f"model: expected one of several classes per text, got num_labels {config.num_labels} and "
                 f"problem_type {config.problem_type!r}"
             )
-        if kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+        expected.one_of(KINDS, kind=kind)
         depth = len(model.base_model.layer_list())
         if type(every) is not int or not 1 <= every < depth:
             raise ValueError(f"every: expected an integer from 1 to {depth - 1}, got {every!r}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastbert.finetuning.encoded import Encoded, Source, has_segments, outputs
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples
 from fastbert.training.loop import Trainer
 from fastbert.training.module import Losses, Results
@@ -120,10 +121,8 @@ class Learns(nn.Module):
             texts.labels.clear()
         elif not texts.labels:
             raise ValueError("examples: expected classes for kind 'deebert', got none")
-        if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
-            raise ValueError(f"epochs: expected a number > 0, got {epochs!r}")
-        if type(batch_size) is not int or batch_size < 1:
-            raise ValueError(f"batch_size: expected an integer >= 1, got {batch_size!r}")
+        expected.numbers("> 0", epochs=epochs)
+        expected.integers(1, batch_size=batch_size)
         steps = max(1, math.ceil(epochs * len(texts) / batch_size))
         stage = Stage(
             steps,

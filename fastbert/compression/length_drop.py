@@ -28,6 +28,7 @@ from fastbert.compression.elimination import check_whole, scheduled
 from fastbert.finetuning.losses import Method, TaskLosses, answers
 from fastbert.finetuning.settings import Settings
 from fastbert.models.base import PreTrainedModel
+from fastbert.runtime import expected
 from fastbert.training.module import Results
 
 
@@ -53,11 +54,8 @@ class LengthDrop(Method):
     excludes: ClassVar[tuple[str, ...]] = ("freeze", "freelb", "smart")
 
     def __post_init__(self) -> None:
-        number = isinstance(self.drop, (int, float)) and not isinstance(self.drop, bool)
-        if not (number and 0 < self.drop < 1):
-            raise ValueError(f"drop: expected a number in (0, 1), got {self.drop!r}")
-        if type(self.models) is not int or self.models < 0:
-            raise ValueError(f"models: expected an integer >= 0, got {self.models!r}")
+        expected.numbers("in (0, 1)", drop=self.drop)
+        expected.integers(0, models=self.models)
 
     def schedule(self, layers: int, draw: Callable[[], float] = lambda: 1.0) -> list[float]:
         """A sub-model's schedule, as `fastbert.eliminate` takes it: by default the smallest.

@@ -21,7 +21,6 @@ et al. 2021, "Block Pruning For Faster Transformers".
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -37,7 +36,7 @@ from fastbert.finetuning.losses import Method, TaskLosses, with_rate
 from fastbert.finetuning.settings import Settings
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
-from fastbert.runtime import prepared
+from fastbert.runtime import expected, prepared
 from fastbert.training.module import Results
 
 _KINDS, _UNITS = ("hard", "soft"), ("weights", "blocks")
@@ -86,31 +85,24 @@ class Movement(Method):
     )
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", _KINDS), ("units", _UNITS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        expected.one_of(_KINDS, kind=self.kind)
+        expected.one_of(_UNITS, units=self.units)
         for kind, values in _OF_KIND.items():
             for name, usual in values.items():
                 if self.kind == kind and getattr(self, name) is None:
                     object.__setattr__(self, name, usual)
                 elif self.kind != kind and getattr(self, name) is not None:
                     raise ValueError(f"{name}: expected None, as it is for kind {kind!r}, got {self.kind!r}")
-        for name, fits, expected in (
-            ("keep", lambda x: 0 < x <= 1, "in (0, 1]"),
-            ("threshold", lambda x: 0 < x < 1, "in (0, 1)"),
-            ("penalty", lambda x: 0 <= x < math.inf, "finite and >= 0"),
-            ("lr", lambda x: 0 < x < math.inf, "finite and > 0"),
-            ("warmup", lambda x: 0 <= x < 1, "in [0, 1)"),
-            ("cooldown", lambda x: 0 <= x < 1, "in [0, 1)"),
-        ):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and fits(value)):
-                raise ValueError(f"{name}: expected a number {expected}, got {value!r}")
+        if self.kind == "hard":
+            expected.numbers("in (0, 1]", keep=self.keep)
+        else:
+            expected.numbers("in (0, 1)", threshold=self.threshold)
+            expected.numbers(">= 0", penalty=self.penalty)
+        expected.numbers("> 0", lr=self.lr)
+        expected.numbers("in [0, 1)", warmup=self.warmup, cooldown=self.cooldown)
         if self.warmup + self.cooldown >= 1:
             raise ValueError(f"cooldown: expected less than 1 with warmup, got {self.cooldown!r}")
-        if type(self.multiple) is not int or self.multiple < 1:
-            raise ValueError(f"multiple: expected an integer >= 1, got {self.multiple!r}")
+        expected.integers(1, multiple=self.multiple)
 
     def value(self, step: int, steps: int) -> float:
         """v or τ for the forward after `step` of `steps` steps."""
@@ -192,8 +184,7 @@ class MovementPruning(nn.Module):
     def __init__(self, model: PreTrainedModel, steps: int, options: Movement | None = None) -> None:
         super().__init__()
         shrink.check(model)
-        if type(steps) is not int or steps < 1:
-            raise ValueError(f"steps: expected an integer >= 1, got {steps!r}")
+        expected.integers(1, steps=steps)
         # In a tuple, so that it is no part of this module
         self._model, self.steps, self.options = (model,), steps, options or Movement()
         names = {id(module): name for name, module in model.named_modules()}

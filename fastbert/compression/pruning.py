@@ -22,6 +22,7 @@ from fastbert.compression.size import Size, size_of
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config_values import brief
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
@@ -104,10 +105,8 @@ def prune(
     and Sil 2019, "Structured Pruning of a BERT-based Question Answering Model".
     """
     shrink.check(model)
-    if score not in SCORES:
-        raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
-    if type(multiple) is not int or multiple < 1:
-        raise ValueError(f"multiple: expected an integer >= 1, got {multiple!r}")
+    expected.one_of(SCORES, score=score)
+    expected.integers(1, multiple=multiple)
     if type(seed) is not int:
         raise TypeError(f"seed: expected an integer, got {seed!r}")
     if weights is not None:

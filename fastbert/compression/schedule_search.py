@@ -24,6 +24,7 @@ from fastbert.analysis.measures import Measure
 from fastbert.compression.elimination import check_whole, scheduled
 from fastbert.compression.size import TOKENS, flops_of
 from fastbert.models.base import PreTrainedModel
+from fastbert.runtime import expected
 from fastbert.tasks.examples import Examples
 
 # The number of schedules to start with; shares have so many digits, and the smallest share is 1 in the last
@@ -74,9 +75,7 @@ def search_schedules(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    for name, value in (("rounds", rounds), ("mutations", mutations), ("crossovers", crossovers)):
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+    expected.integers(0, rounds=rounds, mutations=mutations, crossovers=crossovers)
     if type(seed) is not int:
         raise TypeError(f"seed: expected an integer, got {seed!r}")
     if isinstance(score, Examples):

@@ -17,6 +17,7 @@ from torch import nn
 from fastbert.compression import shrink
 from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel
+from fastbert.runtime import expected
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 STARTS = ("mean", "first")
@@ -41,8 +42,7 @@ def share(model: _Model, groups: int | Sequence[int] = 1, start: str = "mean") -
         if isinstance(groups, bool) or not 1 <= groups <= depth:
             raise ValueError(f"groups: expected a number from 1 to {depth}, or one per layer, got {groups!r}")
         groups = [i * groups // depth for i in range(depth)]
-    if start not in STARTS:
-        raise ValueError(f"start: expected one of {', '.join(STARTS)}, got {start!r}")
+    expected.one_of(STARTS, start=start)
     # The config of the result names what does not fit
     config = type(model.config).from_dict(model.config.to_dict(), layer_groups=list(groups))
     place = f"{shrink.name_of(model, part(model.base_model, model.family.layers))}."

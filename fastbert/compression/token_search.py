@@ -14,7 +14,6 @@ sec. 3.3.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ from fastbert.models.encoder import tapped
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_grid import from_grid
 from fastbert.ops.attention_received import attention_received
+from fastbert.runtime import expected
 from fastbert.training.module import Losses, Results
 from fastbert.training.optimizers import decay_groups
 
@@ -64,10 +64,8 @@ class _Soft(Taps):
 
 
 def _check(weight: object, bins: object) -> None:
-    if type(bins) is not int or bins < 1:
-        raise ValueError(f"bins: expected an integer >= 1, got {bins!r}")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-        raise ValueError(f"weight: expected a number >= 0, got {weight!r}")
+    expected.integers(1, bins=bins)
+    expected.numbers(">= 0", weight=weight)
 
 
 class TokenSearch(Losses):
@@ -141,8 +139,7 @@ class LearnedSchedule(Method):
 
     def __post_init__(self) -> None:
         _check(self.weight, self.bins)
-        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
-            raise ValueError(f"lr: expected a number > 0, got {self.lr!r}")
+        expected.numbers("> 0", lr=self.lr)
 
     def losses(
         self, model: PreTrainedModel, settings: Settings, fields: Sequence[str], steps: int

@@ -39,6 +39,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput
+from fastbert.runtime import expected
 from fastbert.sentences.tokenizer import pack_batches
 from fastbert.tasks import ner_windows
 from fastbert.tasks.ner import Sentence
@@ -145,8 +146,8 @@ class NerFeatures(Ner):
 
     def __init__(self, *, layers: str | None = None, context: int = 64, strict: bool = False) -> None:
         super().__init__(context=context, strict=strict)
-        if layers is not None and layers not in LAYERS:
-            raise ValueError(f"layers: expected one of {', '.join(LAYERS)}, got {layers!r}")
+        if layers is not None:
+            expected.one_of(LAYERS, layers=layers)
         self.layers = layers
         self.defaults = {"lr": 1e-3, "epochs": 20, "batch_size": 32, "max_length": 512, "freeze": True}
         self.options = {"strict": strict, "layers": self.chosen}

@@ -28,6 +28,7 @@ from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import Encoded
 from fastbert.models.inputs import Inputs
+from fastbert.runtime import expected
 
 BESIDE = "beside"
 # Adam moves each parameter by the learning rate, which suits weights near 0.02. A mix needs larger steps.
@@ -58,8 +59,7 @@ class Head:
         for name in ("head_mix", "head_bilstm"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: expected True or False, got {value!r}")
-        if type(self.head_layers) is not int or self.head_layers < 0:
-            raise ValueError(f"head_layers: expected an integer >= 0, got {self.head_layers!r}")
+        expected.integers(0, head_layers=self.head_layers)
         if not (self.beside is None or isinstance(self.beside, (str, Path))):
             raise ValueError(f"beside: expected a directory or None, got {self.beside!r}")
         if self.head_layers and (self.head_mix or self.beside):

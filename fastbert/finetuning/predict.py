@@ -23,6 +23,7 @@ from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import options_of, task_of
+from fastbert.runtime import expected
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.tasks import glue_tasks, inputs, ner, swag
 from fastbert.tasks.files import Choices, Texts
@@ -214,8 +215,7 @@ def predict(
     Raises:
         ValueError, TypeError, OSError: naming the argument, or the file and the line.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    expected.one_of(DTYPES, dtype=dtype)
     for name, value, least in (("batch_tokens", batch_tokens, 1), ("max_length", max_length, 3)):
         if value is not None and (type(value) is not int or value < least):
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")

@@ -37,6 +37,7 @@ from fastbert.finetuning.start import rounding
 from fastbert.finetuning.task import Task
 from fastbert.finetuning.tasks import NAMES, options_of, task_of
 from fastbert.finetuning.trained import asked
+from fastbert.runtime import expected
 from fastbert.training import checkpoints
 from fastbert.training.identity import difference
 from fastbert.training.loop import DTYPES, TrainingError
@@ -172,8 +173,7 @@ def _own_processes(held: contextlib.ExitStack) -> Parallel:
 
 def _grid(settings: dict[str, Any], lr: float | Sequence[float] | None, restarts: int) -> list[Settings]:
     """The settings of each run."""
-    if type(restarts) is not int or restarts < 1:
-        raise ValueError(f"restarts: expected an integer >= 1, got {restarts!r}")
+    expected.integers(1, restarts=restarts)
     rates = [settings["lr"]] if lr is None else [lr] if isinstance(lr, (int, float)) else [*lr]
     firsts = [Settings(**{**settings, "lr": rate}) for rate in rates]
     if not rates or len({one.lr for one in firsts}) != len(rates):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastbert.runtime import expected
 from fastbert.training.loop import DTYPES
 from fastbert.training.optimizers import KINDS
 
@@ -33,11 +32,10 @@ class FreeLB:
     ball: float | None = None
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise ValueError(f"freelb steps: expected an integer >= 1, got {self.steps!r}")
-        _check(self, "freelb ", ("lr", "init"), ())
+        expected.integers(1, **{"freelb steps": self.steps})
+        expected.numbers(">= 0", **{"freelb lr": self.lr, "freelb init": self.init})
         if self.ball is not None:
-            _check(self, "freelb ", (), ("ball",))
+            expected.numbers("> 0", **{"freelb ball": self.ball})
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class Smart:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "smart ", ("lr", "momentum"), ("weight", "noise"))
+        expected.numbers(">= 0", **{"smart lr": self.lr, "smart momentum": self.momentum})
+        expected.numbers("> 0", **{"smart weight": self.weight, "smart noise": self.noise})
         if self.momentum >= 1:
             raise ValueError(f"smart momentum: expected a number below 1, got {self.momentum!r}")
 
@@ -119,15 +118,13 @@ class Settings:
     qat: str | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("max_length", 3), ("reinit", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < low:
-                raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
-        shares = "warmup", "layerdrop", "mixout"
-        _check(self, "", ("weight_decay", "eps", *shares), ("lr", "epochs", "layer_decay"))
-        for name, most in (*((share, 1) for share in shares), ("layer_decay", math.nextafter(1, 2))):
-            if not (value := getattr(self, name)) < most:
-                raise ValueError(f"{name}: expected a number below {most:g}, got {value!r}")
+        expected.integers(1, batch_size=self.batch_size)
+        expected.integers(3, max_length=self.max_length)
+        expected.integers(0, reinit=self.reinit, seed=self.seed)
+        expected.numbers(">= 0", weight_decay=self.weight_decay, eps=self.eps)
+        expected.numbers("> 0", lr=self.lr, epochs=self.epochs)
+        expected.numbers("in [0, 1)", warmup=self.warmup, layerdrop=self.layerdrop, mixout=self.mixout)
+        expected.numbers("in (0, 1]", layer_decay=self.layer_decay)
         for name in ("freeze", "random_init", "decay_to_start"):
             if type(value := getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: expected True or False, got {value!r}")
@@ -189,16 +186,3 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""
         return asdict(self)
-
-
-def _check(of: Any, owner: str, least_zero: Iterable[str], above_zero: Iterable[str]) -> None:
-    """Raise a ValueError unless some attributes are finite numbers, >= 0 or above it."""
-    for names, fits, expected in (
-        (least_zero, lambda value: value >= 0, ">= 0"),
-        (above_zero, lambda value: value > 0, "> 0"),
-    ):
-        for name in names:
-            value = getattr(of, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and fits(value)):
-                raise ValueError(f"{owner}{name}: expected a finite number {expected}, got {value!r}")

@@ -11,6 +11,7 @@ from fastbert.finetuning.sequences import Glue, Table
 from fastbert.finetuning.spans import Squad
 from fastbert.finetuning.tagging import Ner
 from fastbert.finetuning.task import Task
+from fastbert.runtime import expected
 from fastbert.tasks import glue_tasks
 
 # MNLI's model predicts ax
@@ -43,8 +44,7 @@ def task_of(name: str, **options: Any) -> Task:
         ValueError: there is no task of this name.
         TypeError: the task has no such option.
     """
-    if name not in NAMES:
-        raise ValueError(f"task: expected one of {', '.join(NAMES)}, got {name!r}")
+    expected.one_of(NAMES, task=name)
     taken = OPTIONS.get(name, ())
     unknown = next((option for option in options if option not in taken), None)
     if unknown is not None:

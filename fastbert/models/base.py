@@ -23,7 +23,7 @@ from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.loading import Loadable
 from fastbert.models.lookalike import Lookalike
-from fastbert.runtime import prepared
+from fastbert.runtime import expected, prepared
 
 if TYPE_CHECKING:
     from typing import Self
@@ -319,19 +319,18 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         for name, value in (activation_checkpointing_kwargs or {}).items():
-            expected = {"use_reentrant": False, "preserve_rng_state": True}
-            if name not in expected:
+            fixed = {"use_reentrant": False, "preserve_rng_state": True}
+            if name not in fixed:
                 raise TypeError(
                     f"activation_checkpointing_kwargs: {name!r} is not supported; "
-                    f"expected one of {', '.join(expected)}"
+                    f"expected one of {', '.join(fixed)}"
                 )
-            if value is not expected[name]:
+            if value is not fixed[name]:
                 raise ValueError(
                     f"activation_checkpointing_kwargs: {name}={value!r} is not supported; "
-                    f"expected {expected[name]}"
+                    f"expected {fixed[name]}"
                 )
-        if not isinstance(every_n_layers, int) or isinstance(every_n_layers, bool) or every_n_layers < 1:
-            raise ValueError(f"every_n_layers: expected an integer >= 1, got {every_n_layers!r}")
+        expected.integers(1, every_n_layers=every_n_layers)
         if offload:
             raise ValueError("offload: True is not supported; activations stay on the model's device")
         self.base_model.checkpoint_every = every_n_layers
@@ -360,8 +359,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @layerdrop.setter
     def layerdrop(self, p: float) -> None:
-        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-            raise ValueError(f"layerdrop: expected a number in [0, 1), got {p!r}")
+        expected.numbers("in [0, 1)", layerdrop=p)
         if p and self.family.two_streams:
             raise ValueError(
                 f"layerdrop: expected 0 for {self.config.model_type}, whose layers have two streams"

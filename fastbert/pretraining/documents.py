@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fastbert.checkpoint.files import parse_json
+from fastbert.runtime import expected
 
 FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -62,8 +63,7 @@ def format_of(path: Path, chosen: str | None = None) -> str:
         ValueError: there is no such format, or none with this suffix.
     """
     if chosen is not None:
-        if chosen not in FORMATS:
-            raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {chosen!r}")
+        expected.one_of(FORMATS, format=chosen)
         return chosen
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:

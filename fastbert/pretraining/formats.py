@@ -22,6 +22,7 @@ from fastbert.pretraining.plans import BLOCK, Example, Format, Plan, chain, chec
 from fastbert.pretraining.plans import NO_LABEL as NO_LABEL
 from fastbert.pretraining.rows import DocSentences as DocSentences
 from fastbert.pretraining.rows import FullSentences as FullSentences
+from fastbert.runtime import expected
 from fastbert.training.draws import Draws
 
 # relation -> what the pairs with label 0, 1, … are
@@ -89,10 +90,8 @@ class SegmentPairs(Format[PairPlan]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.relation not in RELATIONS:
-            raise ValueError(f"relation: expected one of {', '.join(RELATIONS)}, got {self.relation!r}")
-        if isinstance(self.short_share, bool) or not 0 <= self.short_share <= 1:
-            raise ValueError(f"short_share: expected a number in [0, 1], got {self.short_share!r}")
+        expected.one_of(RELATIONS, relation=self.relation)
+        expected.numbers("in [0, 1]", short_share=self.short_share)
         corpus = self.corpus
         if _OTHER[self.relation] is not None and corpus.num_documents < 2:
             raise ValueError(

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastbert.pretraining.spans import ENTITY, KINDS, PHRASE
+from fastbert.runtime import expected
 from fastbert.training.draws import Draws
 
 IGNORED = -100  # the label of a token that is not predicted
@@ -120,27 +121,18 @@ class Masking:
     span_p: float = 0.2
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("unit", UNITS),
-            ("choose", ("exact", "bernoulli")),
-            ("word_budget", ("tokens", "words")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("share", "span_p"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a number in (0, 1], got {getattr(self, name)!r}")
-        for name in ("mask_share", "random_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a number in [0, 1], got {getattr(self, name)!r}")
+        expected.one_of(UNITS, unit=self.unit)
+        expected.one_of(("exact", "bernoulli"), choose=self.choose)
+        expected.one_of(("tokens", "words"), word_budget=self.word_budget)
+        expected.numbers("in (0, 1]", share=self.share, span_p=self.span_p)
+        expected.numbers("in [0, 1]", mask_share=self.mask_share, random_share=self.random_share)
         if self.mask_share + self.random_share > 1:
             raise ValueError(
                 f"random_share: {self.random_share} and mask_share {self.mask_share} are more than 1 together"
             )
-        for name in ("max_predictions", "max_ngram", "max_span"):
-            value = getattr(self, name)
-            if not (value is None and name == "max_predictions") and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.max_predictions is not None:
+            expected.integers(1, max_predictions=self.max_predictions)
+        expected.integers(1, max_ngram=self.max_ngram, max_span=self.max_span)
         if self.choose == "bernoulli" and self.unit not in _BERNOULLI:
             raise ValueError(
                 f"choose: bernoulli is for the units {', '.join(_BERNOULLI)}; {self.unit} needs exact"

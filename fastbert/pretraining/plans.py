@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 
 from fastbert.pretraining.corpus import Corpus
+from fastbert.runtime import expected
 from fastbert.training.draws import key_of
 
 NO_LABEL = -100
@@ -79,8 +80,7 @@ class Format(ABC, Generic[PlanT]):
     def __post_init__(self) -> None:
         if not isinstance(self.corpus, Corpus):
             raise TypeError(f"corpus: expected a Corpus, got {type(self.corpus).__name__}")
-        if type(self.max_length) is not int or self.max_length < self._least:
-            raise ValueError(f"max_length: expected an integer >= {self._least}, got {self.max_length!r}")
+        expected.integers(self._least, max_length=self.max_length)
         if self.max_length + self.corpus.longest_sentence >= 1 << 31:
             raise ValueError(
                 f"max_length: with {self.corpus.directory}'s longest sentence of "

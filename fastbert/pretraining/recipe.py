@@ -35,6 +35,7 @@ import torch
 from fastbert.checkpoint.files import read_json
 from fastbert.pretraining.formats import DocSentences, Format, FullSentences, SegmentPairs
 from fastbert.pretraining.masking import Masking
+from fastbert.runtime import expected
 from fastbert.training.optimizers import optimizer as _optimizer
 from fastbert.training.schedules import Schedule
 
@@ -68,18 +69,10 @@ class Phase:
     max_predictions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "batch_size", "steps"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise RecipeError(f"{name}: expected an integer >= 1, got {value!r}")
-        for name in ("lr", "warmup"):
-            value = getattr(self, name)
-            if not _is_number(value):
-                raise RecipeError(f"{name}: expected a finite number >= 0, got {value!r}")
-        if self.max_predictions is not None and (
-            type(self.max_predictions) is not int or self.max_predictions < 1
-        ):
-            raise RecipeError(f"max_predictions: expected an integer >= 1, got {self.max_predictions!r}")
+        expected.integers(1, max_length=self.max_length, batch_size=self.batch_size, steps=self.steps)
+        expected.numbers(">= 0", lr=self.lr, warmup=self.warmup)
+        if self.max_predictions is not None:
+            expected.integers(1, max_predictions=self.max_predictions)
 
 
 @dataclass(frozen=True)
@@ -303,7 +296,7 @@ def _phase(number: int, values: Mapping[str, Any]) -> Phase:
             raise RecipeError(f"phases.{number}.{name}: is missing")
     try:
         return Phase(**values)
-    except RecipeError as error:
+    except ValueError as error:
         raise RecipeError(f"phases.{number}.{error}") from None
 
 
@@ -323,7 +316,7 @@ def check_options(
         if name not in known:
             raise RecipeError(f"{where}.{name}: is no field; expected {', '.join(sorted(known)) or 'none'}")
         default, real = known[name], type(value) in (int, float) and math.isfinite(value)
-        for types, right, expected in (
+        for types, right, what in (
             (bool, type(value) is bool, "true or false"),
             ((int, float), real, "a finite number"),
             (str, isinstance(value, str), "a text"),
@@ -331,7 +324,7 @@ def check_options(
         ):
             if isinstance(default, types):
                 if not right:
-                    raise RecipeError(f"{where}.{name}: expected {expected}, got {value!r}")
+                    raise RecipeError(f"{where}.{name}: expected {what}, got {value!r}")
                 break
 
 

@@ -38,6 +38,7 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.files import parse_json
 from fastbert.pretraining.documents import lines
+from fastbert.runtime import expected
 
 KINDS = ("phrase", "entity")
 PHRASE, ENTITY = range(2)
@@ -334,8 +335,7 @@ class Collocations:
     def __init__(self, min_pmi: float = MIN_PMI, min_count: int = MIN_COUNT) -> None:
         if isinstance(min_pmi, bool) or not isinstance(min_pmi, (int, float)) or not 0 <= min_pmi <= 64:
             raise ValueError(f"min_pmi: expected a number in [0, 64], got {min_pmi!r}")
-        if type(min_count) is not int or min_count < 1:
-            raise ValueError(f"min_count: expected an integer >= 1, got {min_count!r}")
+        expected.integers(1, min_count=min_count)
         self.min_pmi, self.min_count = min_pmi, min_count
         self.num_phrases = (0, 0)
 

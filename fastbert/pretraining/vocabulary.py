@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from fastbert.checkpoint.files import check_kept, new_directory, replace
 from fastbert.pretraining.documents import documents
+from fastbert.runtime import expected
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FILES = ("vocab.txt", "tokenizer_config.json", "tokenizer.json")
@@ -62,13 +63,8 @@ def train(
     Raises:
         ValueError: naming the argument or the file, or most words would be [UNK]; nothing has changed.
     """
-    for name, value, least in (
-        ("vocab_size", vocab_size, len(SPECIAL) + 1),
-        ("min_frequency", min_frequency, 1),
-        ("alphabet", alphabet, 1),
-    ):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+    expected.integers(len(SPECIAL) + 1, vocab_size=vocab_size)
+    expected.integers(1, min_frequency=min_frequency, alphabet=alphabet)
     check_kept(Path(directory), files)
     with new_directory(Path(directory), FILES, overwrite) as folder:
         words = _counted(_pipeline(lowercase), files, format, progress)

@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from fastbert.models.config import EncoderConfig
 from fastbert.models.labels import IGNORED
+from fastbert.runtime import expected
 
 # kinds of tokens that attention may go to
 KINDS = ("the first token", "separators", "periods and commas", "other punctuation", "words")
@@ -301,8 +302,7 @@ def masked(examples: Examples, mask_id: int, *, share: float = 0.15, seed: int =
     Raises:
         ValueError: naming the argument, what came and what was expected.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share: expected a number in (0, 1], got {share!r}")
+    expected.numbers("in (0, 1]", share=share)
     ids, labels = examples.ids.copy(), np.full(len(examples.ids), IGNORED, np.int64)
     for number in range(len(examples)):
         start, end = examples.starts[number : number + 2]

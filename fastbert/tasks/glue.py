@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastbert.runtime import expected
 from fastbert.tasks import metrics
 from fastbert.tasks.files import Texts, rows
 from fastbert.tasks.glue_tasks import TASKS, Task
@@ -41,8 +42,7 @@ def read(task: str, path: str | Path, split: str) -> Texts:
     Raises:
         ValueError, OSError: naming the argument, or the file and the line.
     """
-    if task not in TASKS:
-        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
+    expected.one_of(TASKS, task=task)
     form = TASKS[task]
     if split not in form.files:
         raise ValueError(f"split: {task} has {', '.join(form.files)}, got {split!r}")

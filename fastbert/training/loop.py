@@ -43,6 +43,7 @@ from torch import _VF, Tensor
 from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
 from fastbert.graphs.training import encoders_of, serving
 from fastbert.layers.packing import send
+from fastbert.runtime import expected
 from fastbert.training import checkpoints, work
 from fastbert.training.clock import Clock
 from fastbert.training.draws import key_of
@@ -135,16 +136,9 @@ class Trainer:
     ) -> None:
         if not stages:
             raise ValueError("stages: expected at least one")
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-        for name, value, least in (
-            ("save_every", save_every, 1),
-            ("keep", keep, 1),
-            ("log_every", log_every, 1),
-            ("workers", workers, 0),
-        ):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+        expected.one_of(DTYPES, dtype=dtype)
+        expected.integers(1, save_every=save_every, keep=keep, log_every=log_every)
+        expected.integers(0, workers=workers)
         self.stages, self.output = list(stages), Path(output)
         try:
             self.config = json.loads(json.dumps(dict(config or {}), allow_nan=False))

@@ -29,6 +29,7 @@ import torch
 from torch import _VF, Tensor, nn
 from torch.optim import Optimizer
 
+from fastbert.runtime import expected
 from fastbert.training.update import whole
 
 KINDS = ("adamw", "adamw-google", "lamb")
@@ -75,8 +76,7 @@ def optimizer(
     Raises:
         ValueError: naming the argument.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    expected.one_of(KINDS, kind=kind)
     made = {"adamw": AdamW, "adamw-google": GoogleAdamW, "lamb": Lamb}[kind]
     return made(groups, lr, betas, eps, weight_decay)
 

@@ -10,8 +10,9 @@ With s the step from 0 on, W the warm-up, T all steps and f the final share:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from fastbert.runtime import expected
 
 KINDS = ("constant", "linear", "linear-google", "poly")
 
@@ -40,22 +41,17 @@ class Schedule:
     power: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if type(self.steps) is not int or self.steps < 1:
-            raise ValueError(f"steps: expected an integer >= 1, got {self.steps!r}")
-        if not 0 <= self.lr < math.inf:
-            raise ValueError(f"lr: expected a finite number >= 0, got {self.lr!r}")
+        expected.one_of(KINDS, kind=self.kind)
+        expected.integers(1, steps=self.steps)
+        expected.numbers(">= 0", lr=self.lr)
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(
                 f"warmup: expected steps in [0, {self.steps}], or a share below 1, got {self.warmup!r}"
             )
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"final_share: expected a number in [0, 1], got {self.final_share!r}")
+        expected.numbers("in [0, 1]", final_share=self.final_share)
         if self.final_share and self.kind != "linear":
             raise ValueError(f"final_share: only linear has it, got kind {self.kind!r}")
-        if not 0 < self.power < math.inf:
-            raise ValueError(f"power: expected a finite number > 0, got {self.power!r}")
+        expected.numbers("> 0", power=self.power)
         if self.power != 0.5 and self.kind != "poly":
             raise ValueError(f"power: only poly has it, got kind {self.kind!r}")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.runtime import expected
 from fastbert.training.module import Losses
 from fastbert.training.optimizers import decay_groups, optimizer
 from fastbert.training.schedules import Schedule
@@ -58,14 +59,8 @@ class Stage:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-        for name in ("first_micro_batch", "first_step"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+        expected.integers(1, steps=self.steps, micro_batches=self.micro_batches)
+        expected.integers(0, first_micro_batch=self.first_micro_batch, first_step=self.first_step)
         Stream(self.source, 0, self.sequences, self.tokens)  # raises now, not when the stage begins
         optimizer(**{"kind": "adamw", **self.options}, groups=[nn.Parameter(torch.zeros(1))])
         if self.clip is not None and not 0 < self.clip < math.inf:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fastbert.runtime import expected
 from fastbert.training.draws import Order, key_of
 
 
@@ -120,9 +121,7 @@ class Stream:
         if (self.sequences is None) == (self.tokens is None):
             raise ValueError("sequences, tokens: expected one of the two")
         name = "tokens" if self.sequences is None else "sequences"
-        value = getattr(self, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        expected.integers(1, **{name: getattr(self, name)})
         if type(self.seed) is not int:
             raise ValueError(f"seed: expected an integer, got {self.seed!r}")
         self.sizes = [(int(examples), int(tokens)) for examples, tokens in self.sizes]

@@ -483,7 +483,7 @@ MISTAKES = [
     (f"{FINETUNE} --movement-keep 0.5", "--movement-keep: needs --movement"),
     (f"{FINETUNE} --length-drop 1", "drop: expected a number in (0, 1), got 1.0"),
     (f"{FINETUNE} --length-drop-models 1", "--length-drop-models: needs --length-drop"),
-    (f"{FINETUNE} --token-search -1", "weight: expected a number >= 0"),
+    (f"{FINETUNE} --token-search -1", "weight: expected a finite number >= 0"),
     (f"{FINETUNE} --token-search 1 --layerdrop 0.1", "layerdrop: expected none with token-search"),
     (f"{FINETUNE} --movement soft --length-drop 0.2", "--length-drop: expected none with --movement"),
     (f"{FINETUNE} --token-search 1 --length-drop 0.2", "--token-search: expected none with --length-drop"),

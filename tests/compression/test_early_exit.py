@@ -307,7 +307,7 @@ def test_bad_arguments():
         (lambda: exits(), "input_ids, inputs_embeds: expected exactly one"),
         (lambda: EarlyExit(made(), "deebert").loss(torch.ones(1, 2).long()), "labels: expected"),
         (lambda: exits.fit(["a"]), r"examples: expected Examples \(`tokenized` makes them\), got list"),
-        (lambda: exits.fit(texts(2), epochs=0), "epochs: expected a number > 0, got 0"),
+        (lambda: exits.fit(texts(2), epochs=0), "epochs: expected a finite number > 0, got 0"),
         (lambda: exits.fit(texts(2), batch_size=0), "batch_size: expected an integer >= 1, got 0"),
         (
             lambda: EarlyExit(made(), "deebert").fit(replace(texts(2), labels=None)),

@@ -177,9 +177,9 @@ def test_bad_arguments():
             LengthDrop(**given)
     with pytest.raises(ValueError, match="model: expected one without a token_schedule"):
         LengthDropLosses(of(auto=fastbert.AutoModelForSequenceClassification))
-    with pytest.raises(ValueError, match="lr: expected a number > 0"):
+    with pytest.raises(ValueError, match="lr: expected a finite number > 0"):
         LearnedSchedule(lr=0)
-    with pytest.raises(ValueError, match="weight: expected a number >= 0"):
+    with pytest.raises(ValueError, match="weight: expected a finite number >= 0"):
         LearnedSchedule(-1.0)
 
 

@@ -450,7 +450,7 @@ def test_errors_are_named(batch):
         ({"generator_share": 0.0}, r"generator_share: expected a number in \(0, 1\], got 0\.0"),
         ({"generator_depth": 1.5}, r"generator_depth: expected a number in \(0, 1\], got 1\.5"),
         ({"embeddings": "tied"}, "embeddings: expected one of shared, disentangled, separate, got 'tied'"),
-        ({"weight": -1.0}, r"weight: expected a number >= 0, got -1\.0"),
+        ({"weight": -1.0}, r"weight: expected a finite number >= 0, got -1\.0"),
     ):
         with pytest.raises(ValueError, match=match):
             ReplacedTokens(Numbered(), **values)

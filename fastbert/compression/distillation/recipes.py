@@ -21,10 +21,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from fastbert.runtime import expected
 
 # loss -> the kinds of tensors that it reads of both models; see `reading.py`
 READS = {
@@ -231,8 +232,7 @@ def phases_of(
     for name, weight in (weights or {}).items():
         if name not in known:
             raise ValueError(f"weights: {name!r} is no loss of this recipe; expected some of {sorted(known)}")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"weights: {name}: expected a finite number >= 0, got {weight!r}")
+        expected.numbers(">= 0", **{f"weights: {name}": weight})
     chosen = [{name: (weights or {}).get(name, w) for name, w in phase.weights.items()} for phase in made]
     kept = [{name: weight for name, weight in each.items() if weight} for each in chosen]
     if not all(kept):

@@ -50,6 +50,7 @@ from fastbert.finetuning.start import check_floats
 from fastbert.finetuning.task import Task
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.labels import IGNORED
+from fastbert.runtime import expected
 from fastbert.sentences.tokenizer import load_tokenizer
 from fastbert.training.loop import DTYPES, Trainer
 from fastbert.training.parallel import Parallel
@@ -163,8 +164,8 @@ def distill(
             parallel = Parallel()
             held.callback(parallel.close)
         if parallel.kind == "fsdp" or (parallel.world > 1 and made.replaces):
-            expected = "one process" if made.replaces else "one process or ddp"
-            raise ValueError(f"parallel: expected {expected} for {name}, got {parallel.kind}")
+            fitting = "one process" if made.replaces else "one process or ddp"
+            raise ValueError(f"parallel: expected {fitting} for {name}, got {parallel.kind}")
         learned = task_of(made, task)
         of_teacher = teacher_of(made, learned, place, parallel.device)
         if isinstance(of_teacher, SentenceVectors):
@@ -288,8 +289,7 @@ class _Job:
 def _check_numbers(relation_heads: Any, temperature: Any, replacing: Any) -> None:
     if relation_heads is not None and (type(relation_heads) is not int or relation_heads < 1):
         raise ValueError(f"relation_heads: expected an integer >= 1, got {relation_heads!r}")
-    if not _is_number(temperature) or not temperature:
-        raise ValueError(f"temperature: expected a finite number > 0, got {temperature!r}")
+    expected.numbers("> 0", temperature=temperature)
     numbers = list(replacing) if isinstance(replacing, (list, tuple)) else []
     if len(numbers) != 2 or not all(map(_is_number, numbers)):
         raise ValueError(f"replacing: expected two finite numbers >= 0, got {replacing!r}")

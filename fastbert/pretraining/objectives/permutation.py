@@ -46,6 +46,7 @@ from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED, Masked, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.runtime import expected
 from fastbert.training.draws import Draws
 from fastbert.training.module import Losses
 from fastbert.training.stream import Batch
@@ -107,10 +108,7 @@ class Permutation(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("k", "max_span"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        expected.integers(1, k=self.k, max_span=self.max_span)
         if self.masking != Masking():
             raise ValueError(
                 f"masking: k and max_span choose the targets; expected the default, got {self.masking}"

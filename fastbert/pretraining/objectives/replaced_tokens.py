@@ -29,7 +29,6 @@ et al. 2021, "DeBERTaV3", sec. 3.3; microsoft/DeBERTa's rtd_task.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -46,6 +45,7 @@ from fastbert.ops import checks
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, Objective, encode
+from fastbert.runtime import expected
 from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, linear_work
@@ -81,13 +81,10 @@ class ReplacedTokens(Objective):
                 f"format: replaced tokens have no loss for the {self.format.num_labels} classes of a pair; "
                 "expected a format without pairs"
             )
-        for name in ("generator_share", "generator_depth"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a number in (0, 1], got {getattr(self, name)!r}")
-        if self.embeddings not in EMBEDDINGS:
-            raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, got {self.embeddings!r}")
-        if not 0 <= self.weight < math.inf:
-            raise ValueError(f"weight: expected a number >= 0, got {self.weight!r}")
+        shares = {"generator_share": self.generator_share, "generator_depth": self.generator_depth}
+        expected.numbers("in (0, 1]", **shares)
+        expected.one_of(EMBEDDINGS, embeddings=self.embeddings)
+        expected.numbers(">= 0", weight=self.weight)
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
         """Pack sequences."""

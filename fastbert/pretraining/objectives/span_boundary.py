@@ -36,6 +36,7 @@ from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.runtime import expected
 from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
 from fastbert.training.work import linear_work
@@ -61,8 +62,7 @@ class SpanBoundary(Objective):
                 f"format: span boundaries have no loss for the {self.format.num_labels} classes of a pair; "
                 "expected a format without pairs"
             )
-        if type(self.max_targets) is not int or self.max_targets < 1:
-            raise ValueError(f"max_targets: expected an integer >= 1, got {self.max_targets!r}")
+        expected.integers(1, max_targets=self.max_targets)
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
         """Pack sequences, and list the targets of their spans.

@@ -32,6 +32,7 @@ from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.pretraining.formats import Example
 from fastbert.pretraining.masking import IGNORED, Masked
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.runtime import expected
 from fastbert.training.draws import Draws
 from fastbert.training.module import Losses, Results
 from fastbert.training.stream import Batch
@@ -55,8 +56,7 @@ class WordOrder(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.shuffled_share, bool) or not 0 <= self.shuffled_share <= 1:
-            raise ValueError(f"shuffled_share: expected a number in [0, 1], got {self.shuffled_share!r}")
+        expected.numbers("in [0, 1]", shuffled_share=self.shuffled_share)
 
     def mask(self, example: Example, draws: Draws) -> MaskedExample:
         """Draw the masks of a sequence, then its trigrams; `more` has the trigrams' labels."""
