@@ -146,7 +146,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
             activations: "dynamic": inputs of linear layers in 8 bits, one range per token; "static": one per
                 layer, from `calibrate`; "float": in floating point, so that weights alone are integers.
             smooth, calibrate: SmoothQuant's alpha, such as 0.5, for models whose outliers cost accuracy, and
-                typical inputs; see `fastbert.layers.quantizing.quantize`.
+                typical inputs; see `fastbert.layers.quantizing.quantize`. A static range is of the rows that
+                these calls compute: first tokens alone in the last layer, if the head reads no others.
 
         Raises:
             TypeError, ValueError: naming the argument or the layer; the model is unchanged.
