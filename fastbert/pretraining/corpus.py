@@ -487,10 +487,6 @@ class _Array:
             self._close(self._file)
         return self._whole.hexdigest()
 
-    def abandon(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
 
 class _Writer:
     """The arrays of a corpus under way."""

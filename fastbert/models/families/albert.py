@@ -21,7 +21,6 @@ FAMILIES = (
         pooler="pooler",
         projection="encoder.embedding_hidden_mapping_in",
         projection_always=True,
-        ffn_dropout=False,
         defaults=dict(
             vocab_size=30000,
             embedding_size=128,

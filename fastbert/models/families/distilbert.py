@@ -28,7 +28,6 @@ FAMILIES = (
         defaults=dict(
             num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False
         ),
-        attention_output_dropout=False,
         may_be_causal=False,
         segments=False,
         pooler=None,

@@ -64,8 +64,6 @@ class Family:
         group_layers: name of a group's list of layers if layers come in groups of shared weights (ALBERT);
             else None.
         norm_eps: the fixed eps of every LayerNorm; None means the config's `layer_norm_eps`.
-        attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
-            and after the feed-forward block.
         stock_layer, stock_model: see `StockLayer` and `StockModel`.
         inner: config intermediate_size -> columns of a feed-forward block.
         own_heads: first parts of the keys of heads that only this family has.
@@ -120,8 +118,6 @@ class Family:
     relative_bias: str | None = None
     group_layers: str | None = None
     norm_eps: float | None = None
-    attention_output_dropout: bool = True
-    ffn_dropout: bool = True
     position_padding_idx: bool = False
     classifier: ClassifierHead = _AFTER_POOLER
     choice: ClassifierHead = _AFTER_POOLER
