@@ -5,22 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastbert.cli.usage import DEVICE, PROGRESS, adder, numbers
+from fastbert.compression.distillation.recipes import RECIPES
 
 # fastbert.compression.scores has them; its import loads models
 SCORES = ("taylor", "magnitude", "random")
-# fastbert.compression.distillation.recipes has them
-RECIPES = (
-    "kd",
-    "bilstm",
-    "pkd",
-    "tinybert-task",
-    "theseus",
-    "distilbert",
-    "tinybert",
-    "minilm",
-    "minilmv2",
-    "sentences",
-)
 
 
 def add_prune(commands: Any) -> None:

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 import fastbert
-from fastbert.cli import compress_arguments, costs
+from fastbert.cli import costs
 from fastbert.cli.main import main
 from fastbert.compression.distillation.recipes import RECIPES
 from fastbert.training.loop import Trainer
@@ -95,10 +95,6 @@ def test_a_stopped_command_says_how_to_resume(places, tmp_path, monkeypatch, cap
     assert "rerun the command to resume" in capsys.readouterr().err
     assert distil(places, tmp_path / "out", "--layers", "1") == 0
     assert "resumes from step 1" in capsys.readouterr().err
-
-
-def test_the_parser_knows_all_recipes():
-    assert set(compress_arguments.RECIPES) == RECIPES.keys()
 
 
 @pytest.mark.parametrize(
