@@ -197,13 +197,7 @@ def outputs(
     try:
         with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             for group in pack_batches(examples.lengths, batch_tokens):
-                inputs = unlabelled.batch(group, has_segments(model.config)).inputs
-                given = {
-                    key: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
-                    for key, value in inputs.items()
-                    if key != "cu_seqlens"
-                }
-                output = model(cu_seqlens=torch.from_numpy(inputs["cu_seqlens"]), **given)
+                output = model(**unlabelled.batch(group, has_segments(model.config)).on(device))
                 numbers.append(group)
                 for name, parts in zip(names, found, strict=True):
                     parts.append(output[name].float().cpu().numpy())

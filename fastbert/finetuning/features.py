@@ -294,11 +294,10 @@ def _states(encoder: Any, windows: Encoded, layers: slice, dtype: torch.dtype, b
     """
     half = torch.autocast(encoder.device.type, dtype, enabled=dtype != torch.float32)
     for group in pack_batches(windows.lengths, batch_tokens):
-        given = dict(windows.batch(group, has_segments(encoder.config)).inputs)
-        numbers = given.pop("words")
-        inputs = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
+        batch = windows.batch(group, has_segments(encoder.config))
+        numbers = batch.inputs.pop("words")
         with torch.inference_mode(), half:
-            states = encoder(**inputs, output_hidden_states=True, packed=True)[1][layers]
+            states = encoder(**batch.on(encoder.device), output_hidden_states=True, packed=True)[1][layers]
         kept = np.flatnonzero(numbers >= 0)
         rows = torch.from_numpy(kept).to(encoder.device)
         found = torch.stack([state[rows] for state in states], 1).float().cpu().numpy()

@@ -36,13 +36,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import _VF, Tensor
 
 from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
 from fastbert.graphs.training import encoders_of, serving
-from fastbert.layers.packing import send
 from fastbert.runtime import expected
 from fastbert.training import checkpoints, work
 from fastbert.training.clock import Clock
@@ -68,8 +66,6 @@ from fastbert.training.stream import Batch, Stream, loaded
 from fastbert.training.update import Update, local, serves, whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# inputs that a model reads on the host, so that it does not wait for the device
-_ON_HOST = ("cu_seqlens",)
 # the least scale of fp16's scaler: its first scale after forty skips in a row
 _LEAST_SCALE = 2.0**-24
 
@@ -431,10 +427,8 @@ class Trainer:
         exchange: bool,
     ) -> None:
         """Forward and backward of micro-batch j of the step; adds losses and right predictions to `sums`."""
-        device, host = self.parallel.device, torch.device("cpu")
-        inputs = {key: _on(v, host if key in _ON_HOST else device) for key, v in batch.inputs.items()}
-        rounds = self.module.rounds(self._wrapped, inputs, measure)
-        half = self.dtype != torch.float32
+        device, half = self.parallel.device, self.dtype != torch.float32
+        rounds = self.module.rounds(self._wrapped, batch.on(device), measure)
         for number in range(1, self.module.passes + 1):
             torch.manual_seed(_seed(self.seed, "step", self.step, j))
             with self.parallel.exchanging(self._wrapped, exchange and number == self.module.passes):
@@ -575,11 +569,6 @@ class Trainer:
 def _seed(*parts: object) -> int:
     """A seed for torch."""
     return key_of(*parts) & (1 << 63) - 1
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """An array of a batch as a tensor on the device; other values unchanged."""
-    return send(torch.from_numpy(value), device) if isinstance(value, np.ndarray) else value
 
 
 def _number(value: float) -> float | None:

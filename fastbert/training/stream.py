@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fastbert.layers.packing import send
 from fastbert.runtime import expected
 from fastbert.training.draws import Order, key_of
 
@@ -51,6 +52,16 @@ class Batch:
     inputs: dict[str, Any]
     counts: dict[str, int]
     lengths: np.ndarray
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The inputs with arrays as tensors on a device; models read `cu_seqlens` on the host."""
+        host = torch.device("cpu")
+        return {
+            key: send(torch.from_numpy(value), host if key == "cu_seqlens" else device)
+            if isinstance(value, np.ndarray)
+            else value
+            for key, value in self.inputs.items()
+        }
 
 
 class Source(Protocol):

@@ -88,11 +88,9 @@ def gathered(
     for group in pack_batches(np.asarray(plan.lengths), BATCH_TOKENS):
         # A row that is alone is multiplied by other kernels, with other roundings, than one among several
         numbers = np.repeat(group, 2) if len(group) == 1 else group
-        inputs = source.collate([source.example(plan, 0, int(number)) for number in numbers]).inputs
-        given = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
-        given = {k: v.to(device) if torch.is_tensor(v) and k != "cu_seqlens" else v for k, v in given.items()}
+        batch = source.collate([source.example(plan, 0, int(number)) for number in numbers])
         with torch.no_grad(), half:
-            made = read(model, given, wanted)
+            made = read(model, batch.on(device), wanted)
             found = made.tensors if words is None else {**made.tensors, **_words(model, made, *words)}
         for name, t in found.items():
             rows = t[: len(t) // 2] if len(numbers) != len(group) else t
