@@ -320,6 +320,11 @@ def replace(path: Path, content: bytes) -> None:
         ) from error
 
 
+def write_json(path: Path, values: Any, indent: int = 1) -> None:
+    """Write a JSON file in one step; see `replace`."""
+    replace(path, (json.dumps(values, indent=indent) + "\n").encode())
+
+
 # --- which config belongs to the weights --------------------------------------------------------------------
 
 

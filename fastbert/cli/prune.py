@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fastbert.compression import published, vocabulary
 from fastbert.compression.elimination import eliminate
 from fastbert.compression.pruning import Pruned, prune
 from fastbert.compression.schedule_search import search_schedules, within
-from fastbert.finetuning.run import COPIED
+from fastbert.finetuning.run import copy_files
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.sentences.encoder import SentenceEncoder
@@ -139,9 +138,7 @@ def _save(model: PreTrainedModel, source: Path, output: Path, tokenizer: Tokeniz
         encoder.save_pretrained(output)
     else:
         model.save_pretrained(output)
-        for path in (Path(transformer_of(str(source))) / name for name in COPIED):
-            if path.is_file():
-                shutil.copyfile(path, output / path.name)
+        copy_files(Path(transformer_of(str(source))), output)
     if tokenizer is None:
         return
     tokenizer.save(str(output / "tokenizer.json"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fastbert.cli.costs import costs
 from fastbert.cli.usage import UsageError
 from fastbert.compression import published
 from fastbert.compression.quantization import QuantizedLayer, quantization_report
-from fastbert.finetuning.run import COPIED
+from fastbert.finetuning.run import copy_files
 from fastbert.layers import float8
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.encoder import SentenceEncoder
@@ -54,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
         after.save_pretrained(output)
     else:
         model.save_pretrained(output)
-        for name in COPIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, output / name)
+        copy_files(source, output)
     parts = [f"{kind} {what}" for kind, what in ((weights, "layers"), (embeddings, "words")) if kind]
     print(f"{output}: {', '.join(parts)}")
     for line in costs(whole, model, timed=weights != "fp8"):

@@ -17,7 +17,6 @@ self-attention.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
+from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace, write_json
 from fastbert.compression.exit_training import KINDS, Learns, checked
 from fastbert.execution.plan import plan_of
 from fastbert.layers.linear import apply_linear
@@ -261,7 +260,7 @@ class EarlyExit(Learns):
         state = {key: t.detach().cpu().contiguous() for key, t in self.branches.state_dict().items()}
         replace(Path(directory) / WEIGHTS, to_bytes(state))
         form = {"kind": self.kind, "every": self.every, "threshold": self.threshold}
-        replace(Path(directory) / FORM, (json.dumps(form, indent=1) + "\n").encode())
+        write_json(Path(directory) / FORM, form)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **options: Any) -> Self:

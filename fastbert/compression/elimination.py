@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from fastbert.compression.shrink import check_ours
 from fastbert.models.base import PreTrainedModel
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
@@ -34,8 +35,7 @@ def eliminate(model: _Model, schedule: Sequence[float] | None) -> _Model:
 
     Source: Goyal et al. 2020.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a model of fastbert, got {type(model).__name__}")
+    check_ours(model)
     config: Any = model.config
     own = list(schedule) if isinstance(schedule, Iterable) else schedule
     before, config.token_schedule = config.token_schedule, own

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastbert.compression.shrink import name_of
 from fastbert.layers import float8, quantized, quantized_table, quantizing
 from fastbert.layers.modules import part
 from fastbert.layers.smoothing import Calibration
@@ -79,7 +80,7 @@ def quantization_report(
     rows: list[QuantizedLayer] = []
     if embeddings is not None and (made := quantized_table.replacement(model, embeddings)) is not None:
         table = quantized_table.table_of(model)
-        rows.append(QuantizedLayer(_name(model, table), _decibels(table.weight, made.dequantized())))
+        rows.append(QuantizedLayer(name_of(model, table), _decibels(table.weight, made.dequantized())))
     if weights is None:
         return rows
     return rows + _rows(model, quantizing.linears(model, weights, activations, calibration), run)
@@ -96,7 +97,7 @@ def _rows(
     if run is not None:
         _call(run, watches)
     for watch in watches:
-        name, weight = _name(model, watch.linear), watch.linear.weight
+        name, weight = name_of(model, watch.linear), watch.linear.weight
         if run is not None and not watch.signal:
             raise ValueError(f"run: did not call {name} on any values")
         more = () if run is None else (_ratio(watch.signal, watch.noise), watch.outliers())
@@ -133,10 +134,6 @@ def _call(run: Callable[[], object], watches: list[_Watch]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _name(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, each in model.named_modules() if each is module)
 
 
 def _decibels(weight: Tensor, rounded: Tensor) -> float:

@@ -13,7 +13,6 @@ The same call resumes where it was interrupted. Runs share no state, so their or
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import digest, read_json, replace
+from fastbert.checkpoint.files import digest, read_json, write_json
 from fastbert.checkpoint.read import weights_digest
 from fastbert.finetuning.encoded import has_segments, outputs
 from fastbert.finetuning.fit import BATCH_TOKENS, BEST, Split, best_of, fit, score_of
@@ -59,6 +58,13 @@ TOKENIZER_FILES = (
 )
 # What a smaller copy of a model keeps: `predict` reads the training's options
 COPIED = (*TOKENIZER_FILES, RESULTS)
+
+
+def copy_files(source: Path, target: Path, names: Sequence[str] = COPIED) -> None:
+    """Copy those of the files that a model's directory has."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def finetune(
@@ -221,9 +227,7 @@ def _train(
     }
 
     def finish(folder: Path) -> None:
-        for name in TOKENIZER_FILES:
-            if (place / name).is_file():
-                shutil.copyfile(place / name, folder / name)
+        copy_files(place, folder, TOKENIZER_FILES)
 
     features = output / "runs" / FEATURES
 
@@ -261,7 +265,7 @@ def _train(
         say(f"lr {one.lr:g}, seed {one.seed}: {task.metric} {100 * score:.1f}")
         if parallel.is_first:
             content = {"config": decisive, "evaluations": history, "score": score}
-            replace(folder / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
+            write_json(folder / RESULTS, content)
             _keep_the_best(output, runs, finish)
     result = Result(task.name, task.metric, runs, output, {}, tokens.counts)
     with parallel.alike():
@@ -346,7 +350,7 @@ def _predicted(
                 say(f"wrote {path}")
             result = replaced(result, scores={name: found for name, found in scores.items() if found})
             content = {**result.to_dict(), "classes": [*task.classes], "options": dict(task.options)}
-            replace(result.output / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
+            write_json(result.output / RESULTS, content)
     return replaced(result, scores=parallel.broadcast(result.scores))
 
 

@@ -12,7 +12,6 @@ So a library that does not know the head finds no weights of a head, and says so
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import read_json
-from fastbert.checkpoint.files import replace as write
+from fastbert.checkpoint.files import read_json, write_json
 from fastbert.finetuning.heads import BESIDE, Above, Head
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import first_model
@@ -144,7 +142,7 @@ def save(model: Any, folder: Path) -> None:
 def write_head(folder: Path, weights: dict[str, Tensor], form: dict[str, Any]) -> None:
     """Write head.safetensors and head.json."""
     save_file({name: p.detach().cpu().contiguous() for name, p in weights.items()}, folder / WEIGHTS)
-    write(folder / FORM, (json.dumps(form, indent=1) + "\n").encode())
+    write_json(folder / FORM, form)
 
 
 def load(kind: Any, place: Path, device: torch.device | str | None, task: str) -> PreTrainedModel:

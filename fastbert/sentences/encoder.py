@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -107,13 +107,17 @@ class SentenceEncoder(Embedder):
         """
         directory, device = opened(directory, device)
         settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
-        tokenizer = load_tokenizer(settings.transformer)
         model = load_model(AutoModel, settings.transformer, dtype, device, add_pooling_layer=False)
+        return cls.of(model, settings, max_length)
+
+    @classmethod
+    def of(cls, model: Any, settings: SentenceSettings, max_length: int | None = None) -> Self:
+        """The encoder of a model, with the tokenizer of the settings' folder; None = the settings' length."""
         if max_length is None and settings.max_length is not None:
             max_length = min(settings.max_length, model.config.max_tokens)
         return cls(
             model,
-            tokenizer,
+            load_tokenizer(settings.transformer),
             pooling=settings.pooling,
             normalize=settings.normalize,
             max_length=max_length,

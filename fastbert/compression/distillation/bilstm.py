@@ -7,7 +7,6 @@ Source: Tang et al. 2019, "Distilling Task-Specific Knowledge from BERT into Sim
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fastbert.checkpoint.files import CONFIG, SAFETENSORS, read_json, replace
+from fastbert.checkpoint.files import CONFIG, SAFETENSORS, read_json, write_json
 from fastbert.finetuning.heads import BiLstm
 from fastbert.models.outputs import LogitsOutput
 
@@ -108,7 +107,7 @@ class BiLstmForSequenceClassification(nn.Module):
             {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()},
             folder / SAFETENSORS,
         )
-        replace(folder / CONFIG, (json.dumps(asdict(self.config), indent=1) + "\n").encode())
+        write_json(folder / CONFIG, asdict(self.config))
 
     @classmethod
     def from_pretrained(

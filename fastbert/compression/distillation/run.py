@@ -11,9 +11,7 @@ The same call resumes where it was interrupted, to the same bits.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from fastbert.checkpoint import hub
-from fastbert.checkpoint.files import digest, read_json, replace
+from fastbert.checkpoint.files import digest, read_json, write_json
 from fastbert.checkpoint.read import weights_digest
 from fastbert.compression.distillation import data as reading
 from fastbert.compression.distillation.cache import FILE, Cached, gathered, starts_of, write_cache
@@ -43,7 +41,7 @@ from fastbert.compression.distillation.students import (
 from fastbert.compression.distillation.theseus import REPLACING
 from fastbert.finetuning.encoded import Encoded, Source
 from fastbert.finetuning.fit import micro_batches
-from fastbert.finetuning.run import TOKENIZER_FILES
+from fastbert.finetuning.run import TOKENIZER_FILES, copy_files
 from fastbert.finetuning.sequences import SequenceTask
 from fastbert.finetuning.settings import Settings
 from fastbert.finetuning.start import check_floats
@@ -427,15 +425,12 @@ def _scores(model: Any, side: int, data: reading.Labelled, dtype: str) -> dict[s
 
 def _write(output: Path, job: _Job, student: Any, content: Mapping[str, Any]) -> None:
     """Write the student, its tokenizer and results.json."""
-    place = job.places[-1]
     whole = student.encoder(job.how.max_length) if isinstance(student, SentenceVectors) else student
     whole.save_pretrained(output)
-    for name in TOKENIZER_FILES if whole is student else ():
-        if (place / name).is_file():
-            shutil.copyfile(place / name, output / name)
+    if whole is student:
+        copy_files(job.places[-1], output, TOKENIZER_FILES)
     path = output / TOKENIZER_CONFIG
     if path.is_file() and isinstance(student, PreTrainedModel) and not student.config.family.segments:
         # transformers' DistilBERT refuses the token types that BERT's tokenizer makes
-        values = {**read_json(path), "model_input_names": ["input_ids", "attention_mask"]}
-        replace(path, (json.dumps(values, indent=2) + "\n").encode())
-    replace(output / RESULTS, (json.dumps(content, indent=1) + "\n").encode())
+        write_json(path, {**read_json(path), "model_input_names": ["input_ids", "attention_mask"]}, 2)
+    write_json(output / RESULTS, content)

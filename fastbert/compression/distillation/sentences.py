@@ -24,7 +24,6 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops.pooling import pooling
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.settings import SentenceSettings, modules_of, sentence_settings
-from fastbert.sentences.tokenizer import load_tokenizer
 
 
 class SentenceVectors(nn.Module):
@@ -75,22 +74,7 @@ class SentenceVectors(nn.Module):
         Args:
             max_length: most tokens of a text; None: as the settings say, and at most as the model allows.
         """
-        own, limit = self.settings, self.config.max_tokens
-        if max_length is None and own.max_length is not None:
-            max_length = min(own.max_length, limit)
-        return SentenceEncoder(
-            self.model,
-            load_tokenizer(own.transformer),
-            pooling=own.pooling,
-            normalize=own.normalize,
-            max_length=max_length,
-            lower_case=own.lower_case,
-            prompt=own.prompt,
-            prompts=own.prompts,
-            segments=own.segments,
-            include_prompt=own.include_prompt,
-            similarity_fn_name=own.similarity,
-        )
+        return SentenceEncoder.of(self.model, self.settings, max_length)
 
 
 def projection_to(vectors: Tensor, width: int) -> Tensor:
