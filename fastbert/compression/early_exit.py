@@ -20,7 +20,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -42,9 +42,6 @@ from fastbert.models.inputs import Inputs
 from fastbert.models.labels import sequence_loss
 from fastbert.models.outputs import ModelOutput
 from fastbert.runtime import expected
-
-if TYPE_CHECKING:
-    from typing import Self
 
 WEIGHTS, FORM = "exits.safetensors", "exits.json"
 _REQUIRED: Any = None

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from fastbert.training.module import Losses, Results
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stages import Stage
-
-if TYPE_CHECKING:
-    from typing import Self
 
 KINDS = ("fastbert", "deebert")
 

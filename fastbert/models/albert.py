@@ -5,11 +5,12 @@ What else differs from BERT is data in `families/`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fastbert.models.bert import BertModel
+from fastbert.models.calls import AlbertPreTrainingCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -18,9 +19,6 @@ from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.models.heads.token_classification import BertForTokenClassification
 from fastbert.models.outputs import AlbertPreTrainingOutput
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import AlbertPreTrainingCall
 
 
 class AlbertModel(BertModel):

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,8 @@ from fastbert.models.config_values import MAX_SIZE
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.loading import Loadable
 from fastbert.models.lookalike import Lookalike
+from fastbert.models.outputs import ModelOutput
 from fastbert.runtime import expected, prepared
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from fastbert.models.outputs import ModelOutput
 
 
 class PreTrainedModel(Loadable, Lookalike, nn.Module):

@@ -7,7 +7,7 @@ under the family's name, each in its own file. Task heads are in `heads/`, what 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fastbert.layers.parts import Activation
 from fastbert.layers.patterns import BACKWARD, NAMES, Heads
 from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
+from fastbert.models.calls import EncoderCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.input_checks import head_gates
@@ -28,9 +29,6 @@ from fastbert.models.inputs import Inputs, packed_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.models.pooler import Pooler, pool, pooler_activation, pooler_gap
 from fastbert.models.stack import Stack
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import EncoderCall
 
 
 class BertModel(PreTrainedModel):

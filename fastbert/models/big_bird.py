@@ -5,7 +5,7 @@ What differs from BERT is data in `families/`, and the mathematics of `layers/bl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fastbert.layers.modules import attach
 from fastbert.layers.packing import positions_of
 from fastbert.layers.parts import Activation
 from fastbert.models.bert import BertModel
+from fastbert.models.calls import QuestionCall
 from fastbert.models.families import Family
 from fastbert.models.heads.masked_lm import BertForMaskedLM
 from fastbert.models.heads.multiple_choice import BertForMultipleChoice
@@ -26,9 +27,6 @@ from fastbert.models.heads.token_classification import BertForTokenClassificatio
 from fastbert.models.outputs import QuestionAnsweringOutput
 from fastbert.models.paths import ClassifierHead
 from fastbert.ops import checks
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import QuestionCall
 
 # Subtracted from the logits of a question's tokens
 _BARRED = 1e6

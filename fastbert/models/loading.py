@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from fastbert.models.config import EncoderConfig, as_config
 from fastbert.models.config_checks import DEFAULTS
 from fastbert.models.families import FAMILIES, family_of
 from fastbert.runtime.devices import check_there
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class Loadable(nn.Module):

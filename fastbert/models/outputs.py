@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
 from torch.utils import _pytree
 
 from fastbert.models.lookalike import Lookalike
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class ModelOutput(Lookalike, OrderedDict[Any, Any]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ from fastbert.sentences.settings import prompt_settings, text_settings
 from fastbert.sentences.text_model import Text, TextModel, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
 
-if TYPE_CHECKING:
-    from typing import Self
-
-    Activation = Callable[[torch.Tensor], torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CrossEncoder(TextModel):

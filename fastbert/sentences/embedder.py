@@ -6,20 +6,15 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from fastbert.sentences.progress import bar
-from fastbert.sentences.similarity import SIMILARITIES, matrix
+from fastbert.sentences.similarity import SIMILARITIES, Vectors, matrix
 from fastbert.sentences.text_model import Text, TextModel, finite_rows
 from fastbert.sentences.tokenizer import TokenBatch
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from fastbert.sentences.similarity import Vectors
 
 _log = logging.getLogger("fastbert")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from fastbert.sentences.settings import SentenceSettings, save_settings, sentenc
 from fastbert.sentences.similarity import PRECISIONS, quantized
 from fastbert.sentences.text_model import Text, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class SentenceEncoder(Embedder):

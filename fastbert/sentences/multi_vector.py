@@ -16,7 +16,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,14 +42,9 @@ from fastbert.sentences.settings import (
     switch,
     text_settings,
 )
-from fastbert.sentences.similarity import maxsim
+from fastbert.sentences.similarity import Vectors, maxsim
 from fastbert.sentences.text_model import TextModel, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer, tokenize
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from fastbert.sentences.similarity import Vectors
 
 SIMILARITIES = ("maxsim", "meanmaxsim")
 TASKS = ("query", "document")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +12,7 @@ import torch
 from fastbert.ops import checks
 from fastbert.ops.pooling import pooling as pool
 
-if TYPE_CHECKING:
-    Vectors = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Sequence[Sequence[float]] | Sequence[float]
+Vectors = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Sequence[Sequence[float]] | Sequence[float]
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,14 +38,9 @@ from fastbert.sentences.settings import (
     prompt_settings,
     text_settings,
 )
-from fastbert.sentences.similarity import SIMILARITIES
+from fastbert.sentences.similarity import SIMILARITIES, Vectors
 from fastbert.sentences.text_model import Text, listed, load_model, opened, packed_tensors
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from fastbert.sentences.similarity import Vectors
 
 STRATEGIES = ("max", "sum")
 ACTIVATIONS = ("relu", "log1p_relu")

@@ -7,7 +7,7 @@ when they are first read, or in forward if `output_logits=True`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fastbert.layers.parts import Activation
 from fastbert.layers.quantized import table_product
 from fastbert.layers.quantized_table import QuantizedEmbedding, TiedDecoder
 from fastbert.models.base import resized
+from fastbert.models.calls import MaskedLMCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -29,9 +30,6 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.runtime import prepared
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import MaskedLMCall
 
 
 class MaskedLMModel(TaskModel):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from fastbert.models.calls import ChoicesCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family, families_with
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.labels import check_classes, check_tensor, sequence_loss
 from fastbert.models.outputs import LogitsOutput
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import ChoicesCall
 
 
 class BertForMultipleChoice(TaskModel):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import attach
+from fastbert.models.calls import PreTrainingCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.masked_lm import MaskedLMModel
 from fastbert.models.heads.task_model import Encoded
 from fastbert.models.labels import check_classes, sequence_loss
 from fastbert.models.outputs import ModelOutput, PreTrainingOutput
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import PreTrainingCall
 
 
 class BertForPreTraining(MaskedLMModel):

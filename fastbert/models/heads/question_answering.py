@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from fastbert.models.calls import SpanCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import families_with
 from fastbert.models.heads.task_model import Encoded, TaskModel, without_masked
 from fastbert.models.labels import check_one_per_sequence, check_positions
 from fastbert.models.outputs import QuestionAnsweringOutput
 from fastbert.ops.cross_entropy import cross_entropy
-
-if TYPE_CHECKING:
-    from fastbert.models.calls import SpanCall
 
 
 class BertForQuestionAnswering(TaskModel):

@@ -17,6 +17,7 @@ from fastbert.layers.modules import attach, calls_all, changed, part, watched
 from fastbert.layers.packing import Packing
 from fastbert.layers.parts import Activation
 from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.calls import LabelsCall
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.inputs import Inputs
@@ -32,7 +33,6 @@ from fastbert.ops.pooling import pooling
 
 if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
-    from fastbert.models.calls import LabelsCall
 
 # Values of config classifier_pooling with which a classifier reads the last token
 _LAST = ("last", "cls_index")
