@@ -9,6 +9,7 @@ So the next reader can tell the case and takes the old config (`config_of_weight
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import glob
 import hashlib
@@ -34,6 +35,9 @@ NEW_CONFIG = CONFIG + ".new"
 
 # Name of our entry in the metadata of safetensors files.
 STAMP = "fastbert"
+
+# Errors of a file system that cannot flush a folder, or of a folder that only its owner may read
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 # No file of a checkpoint nests deeper than a handful of levels; copying and writing recurse.
 MAX_DEPTH = 100
@@ -229,13 +233,18 @@ def _settle(place: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    """Make the names in a folder survive a power cut, if the file system can flush a folder."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------

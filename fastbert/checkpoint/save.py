@@ -38,6 +38,7 @@ from fastbert.checkpoint.files import (
     cause,
     config_of_weights,
     digest,
+    flush_folder,
     is_dead,
     listed,
     own_tag,
@@ -281,13 +282,8 @@ def _order_metadata(handle: BinaryIO) -> None:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Make renames survive a power cut, if the system can flush a directory."""
     with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush_folder(directory)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from fastbert.checkpoint.files import (
     CheckpointError,
     cause,
     check_plain,
+    flush_folder,
     is_dead,
     listed,
     own_tag,
@@ -39,8 +40,6 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d{6,})$")
 _HIDDEN = re.compile(rf"\.(?:(?:saving|removing)-step-\d+-(.+)|{re.escape(CONFIG)}\.(.+)\.tmp)$")
-# errors of a file system that cannot flush a folder, or of a folder that only its owner may read
-_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 _held: set[Path] = set()
 
 
@@ -72,7 +71,7 @@ def begin(run: Path) -> None:
             raise CheckpointError(f"{run}: cannot be created: {place} is not a directory")
         run.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _flush_folder(made.parent)
+            flush_folder(made.parent)
     except OSError as error:
         raise CheckpointError(f"{run}: cannot be created: {cause(error)}") from error
 
@@ -103,11 +102,11 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
             (folder / MANIFEST).write_text(text)
             _flushed(folder / MANIFEST)
             for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-                _flush_folder(inner)
+                flush_folder(inner)
             if place.exists():  # it is damaged, else the run would have resumed from it
                 _remove(run, step)
             os.rename(folder, place)
-            _flush_folder(run)
+            flush_folder(run)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except (OSError, CheckpointError, SafetensorError) as error:
@@ -249,18 +248,3 @@ def _flushed(path: Path) -> str:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
-        return
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        if error.errno not in _CANNOT_FLUSH:
-            raise

@@ -82,6 +82,14 @@ class Objective:
         if self.static is not None and (type(self.static) is not int or self.static < 1):
             raise ValueError(f"static: expected an integer >= 1 or None, got {self.static!r}")
 
+    def check_no_pairs(self, what: str) -> None:
+        """Raise ValueError if the format has classes of pairs, for which `what` has no loss."""
+        if self.format.num_labels:
+            raise ValueError(
+                f"format: {what} have no loss for the {self.format.num_labels} classes of a pair; "
+                "expected a format without pairs"
+            )
+
     # -- examples: training.stream.Source --------------------------------------------------------------------
 
     @property

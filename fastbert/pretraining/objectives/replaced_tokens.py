@@ -76,11 +76,7 @@ class ReplacedTokens(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format.num_labels:
-            raise ValueError(
-                f"format: replaced tokens have no loss for the {self.format.num_labels} classes of a pair; "
-                "expected a format without pairs"
-            )
+        self.check_no_pairs("replaced tokens")
         shares = {"generator_share": self.generator_share, "generator_depth": self.generator_depth}
         expected.numbers("in (0, 1]", **shares)
         expected.one_of(EMBEDDINGS, embeddings=self.embeddings)

@@ -57,11 +57,7 @@ class SpanBoundary(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format.num_labels:
-            raise ValueError(
-                f"format: span boundaries have no loss for the {self.format.num_labels} classes of a pair; "
-                "expected a format without pairs"
-            )
+        self.check_no_pairs("span boundaries")
         expected.integers(1, max_targets=self.max_targets)
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
