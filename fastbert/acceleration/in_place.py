@@ -107,7 +107,8 @@ def accelerate(
 
     Warns:
         RuntimeWarning: if nothing of the model can be accelerated, or the version of transformers was not
-            tested; the model is then unchanged. With "int8", if a layer runs in floating point.
+            tested; the model is then unchanged. With "int8", if a layer runs in floating point. If the config
+            has a token_schedule, which does not apply.
 
     Raises:
         TypeError: `model` is no module and has none, or another argument is of the wrong type.
@@ -150,6 +151,15 @@ def accelerate(
     elif dtype is not None:
         root.to(dtype)
     _swap(root, found, options, reading)
+    if any(
+        getattr(module.config, "token_schedule", None) for _, module, (_, kind), _ in found if kind == "model"
+    ):
+        warnings.warn(
+            "fastbert.accelerate: models of transformers compute all tokens, whatever config token_schedule "
+            "says; fastbert.AutoModel and fastbert.SentenceEncoder apply it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     applied = 0
     for _, module in others:
         if not attention:

@@ -520,6 +520,16 @@ def test_traced_model_is_the_stock_one():
             fast(**inputs)
 
 
+def test_a_token_schedule_does_not_apply_without_a_word():
+    slow, inputs = stock("bert", HEAD), first_kept("bert")
+    model = copy.deepcopy(slow)
+    model.config.token_schedule = [0.5] * LAYERS
+    with pytest.warns(RuntimeWarning, match="compute all tokens, whatever config token_schedule says"):
+        fastbert.accelerate(model)
+    with torch.no_grad():
+        close(model(**inputs).logits, slow(**inputs).logits)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("task", ["Model", "ForQuestionAnswering"])
 def test_fastberts_own_models_say_how_they_are_traced(task):
