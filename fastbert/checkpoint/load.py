@@ -57,7 +57,6 @@ def load_weights(
     model: Any,
     directory: str | os.PathLike[str] | None,
     *,
-    allow_missing_head: bool = True,
     ignore_mismatched_sizes: bool = False,
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
@@ -66,15 +65,14 @@ def load_weights(
     """Load a checkpoint's weights into a model, cast to the dtypes of its parameters.
 
     Parameters on the meta device are replaced by parameters on the CPU, others are written in place. Nothing
-    is changed if anything is refused.
+    is changed if anything is refused. A head (or its pooler) of which the files hold no key is initialised,
+    with one warning.
 
     Args:
         model: a model of this package; its `config`, `base_model_prefix`, `is_base_model` and
             `tied_weights()` are read.
         directory: holds model.safetensors, pytorch_model.bin or shards of either with their index; None if
             `state_dict` is given.
-        allow_missing_head: True initialises a head (or its pooler) of which the files hold no key, with one
-            warning; False refuses it.
         ignore_mismatched_sizes: True initialises a weight whose shape differs from the file's, with one
             warning that names it; False refuses it.
         use_safetensors: True reads only safetensors, False only .bin, None safetensors or else .bin.
@@ -105,8 +103,6 @@ def load_weights(
     unpack(names, found)
     fresh, unused, left_out = check_keys(names, config, files, found, strict)
     report = LoadReport(files, fresh, unused)
-    if report.missing and not allow_missing_head:
-        raise CheckpointError(f"{where}: missing keys: {listed(report.missing)}")
     report.mismatched = check_shapes(names, config, found, ignore_mismatched_sizes)
     if state_dict is None:
         check_mathematics(config, files)
