@@ -12,9 +12,16 @@ from fastbert.ops import checks
 
 
 def tokens_of(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, device: torch.device
+    config: EncoderConfig,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    device: torch.device,
+    *sizes: str,
 ) -> tuple[str, Tensor, torch.device]:
-    """Name and tensor of the argument with the tokens, and its device: the model's, or the host."""
+    """Name and tensor of the argument with the tokens, and its device: the model's, or the host.
+
+    `sizes` are names of the dimensions that its shape must have, before the width of embeddings.
+    """
     both = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     given = [(name, t) for name, t in both.items() if t is not None]
     if len(given) != 1:
@@ -29,6 +36,10 @@ def tokens_of(
         )
     if not (t.device.type == "cpu" and may_be_on_host(device)):
         check_on(name, t, device)
+    width = () if inputs_embeds is None else (config.embedding_width,)
+    if t.dim() != len(sizes) + len(width) or t.shape[len(sizes) :] != width:
+        expected = ", ".join([*sizes, *map(str, width)]) + "," * (t is input_ids and len(sizes) == 1)
+        raise ValueError(f"{name}: expected shape ({expected}), got {tuple(t.shape)}")
     return name, t, t.device
 
 

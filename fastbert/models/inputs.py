@@ -133,14 +133,7 @@ class Inputs:
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        source, tokens, home = tokens_of(input_ids, inputs_embeds, device)
-        if input_ids is not None:
-            if tokens.dim() != 1:
-                raise ValueError(f"input_ids: expected shape (total,), got {tuple(tokens.shape)}")
-        elif tokens.dim() != 2 or tokens.shape[1] != config.embedding_width:
-            raise ValueError(
-                f"inputs_embeds: expected shape (total, {config.embedding_width}), got {tuple(tokens.shape)}"
-            )
+        source, tokens, home = tokens_of(config, input_ids, inputs_embeds, device, "total")
         total = tokens.shape[0]
         if token_type_ids is not None and not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
@@ -348,15 +341,7 @@ def check_inputs(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    source, tokens, home = tokens_of(input_ids, inputs_embeds, device)
-    if input_ids is not None:
-        if tokens.dim() != 2:
-            raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(tokens.shape)}")
-    elif tokens.dim() != 3 or tokens.shape[2] != config.embedding_width:
-        raise ValueError(
-            f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
-            f"got {tuple(tokens.shape)}"
-        )
+    source, tokens, home = tokens_of(config, input_ids, inputs_embeds, device, "batch", "seqlen")
     batch, seqlen = shape = tuple(tokens.shape[:2])
     if seqlen == 0:
         raise ValueError(f"{source}: expected at least one token per sequence, got shape {shape}")
