@@ -30,7 +30,7 @@ from fastbert.layers.float_linear import (
     float_product,
 )
 from fastbert.layers.form import Half
-from fastbert.layers.modules import calls_all, has_weight, is_hooked, is_no_norm, is_plain, rms_eps
+from fastbert.layers.modules import calls_all, has_weight, is_no_norm, is_plain, rms_eps
 from fastbert.layers.parts import activation_of
 from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
@@ -111,7 +111,7 @@ LINEAR_KINDS: dict[type, LinearKind] = {
 
 def kind_of(module: Any) -> LinearKind | None:
     """How a plain linear layer is multiplied; None if the module itself must be called."""
-    kind = None if is_hooked(module) else LINEAR_KINDS.get(type(module))
+    kind = LINEAR_KINDS.get(type(module)) if is_plain(module, type(module)) else None
     return kind if kind is None or (module.in_features and module.out_features) else EMPTY
 
 
@@ -184,7 +184,9 @@ def norm_op(module: Any, plain: bool = False) -> Callable[..., Any] | None:
         found = partial(no_norm, weight=module.weight, bias=module.bias)
     elif (eps := rms_eps(module)) is not None:
         found = partial(rms_norm, weight=module.weight, eps=eps)
-    return found if plain or found is None or (has_weight(module) and not is_hooked(module)) else None
+    return (
+        found if plain or found is None or (has_weight(module) and is_plain(module, type(module))) else None
+    )
 
 
 def apply_norm(module: nn.Module, x: Tensor, plain: bool = False) -> Tensor:

@@ -71,7 +71,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether a fused op may read the weights of `module` instead of calling it."""
-    return type(module) is kind and not is_hooked(module)
+    return type(module) is kind and not (is_hooked(module) or has_other_forward(module))
 
 
 def watched(module: nn.Module) -> bool:

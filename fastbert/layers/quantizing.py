@@ -200,7 +200,7 @@ def each_linear(model: Any) -> Iterator[tuple[nn.Module, str, Any, str]]:
 
 def check_plain(module: nn.Module, name: str) -> None:
     """Raise TypeError unless the linear layer `name` is a plain nn.Linear."""
-    if not is_plain(module, nn.Linear) or "forward" in vars(module):
+    if not is_plain(module, nn.Linear):
         raise TypeError(
             f"{name}: expected a plain nn.Linear, got {type(module).__name__}"
             f"{'' if type(module) is not nn.Linear else ' with hooks'}: merge adapters, and remove "

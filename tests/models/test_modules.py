@@ -94,7 +94,19 @@ def _with_kwargs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
     return (scaled(args, 1.25), kwargs) if args else (args, scaled(kwargs, 1.25))
 
 
+class OwnForward:
+    """Gives a module a `forward` of its own, as a hook is registered."""
+
+    def __init__(self, module: nn.Module):
+        self.module, old = module, module.forward
+        module.forward = lambda *args, **kwargs: scaled(old(*args, **kwargs), 1.25)
+
+    def remove(self) -> None:
+        del self.module.forward
+
+
 HOOKS = {
+    "own forward": OwnForward,
     "forward": lambda m: m.register_forward_hook(lambda m, args, out: scaled(out, 1.25)),
     "pre": lambda m: m.register_forward_pre_hook(lambda m, args: scaled(args, 1.25)),
     "pre, kwargs": lambda m: m.register_forward_pre_hook(_with_kwargs, with_kwargs=True),
@@ -144,7 +156,8 @@ def inputs_of(name: str, task: str) -> dict:
 
 
 HOOKED = [(name, "Model", kind) for name in LAYOUTS for kind in HOOKS]
-HOOKED += [(name, task, "forward") for name, task in CASES if name in (*LAYOUTS, "roberta")]
+HEADS = [(name, task) for name, task in CASES if name in (*LAYOUTS, "roberta")]
+HOOKED += [(*head, kind) for head in HEADS for kind in ("forward", "own forward")]
 
 
 @pytest.mark.sweep
