@@ -13,7 +13,6 @@ from tests.models.test_longformer import GLOBALS, LENGTHS, MORE, ragged
 from tests.support.accelerated_models import (
     LAYERS,
     MODEL,
-    Twice,
     calls,
     close,
     first_kept,
@@ -122,45 +121,6 @@ def test_compiled_code_calls_the_model():
     compiled, kept = torch.compile(fast, backend="eager"), inputs["attention_mask"].bool()
     with calls(fast, packed=1, fused=2):
         close(compiled(**inputs).last_hidden_state[kept], slow(**inputs).last_hidden_state[kept], 1e-9)
-
-
-@pytest.mark.parametrize(
-    "path", ["attention.self", "attention.self.query_global", "attention.self.value_global", "output.dense"]
-)
-@torch.no_grad()
-def test_hooks_see_what_they_see_in_the_stock_model(path):
-    slow, fast = both()
-    inputs, seen = ragged(which="some"), []
-    for _ in range(2):
-        fast(**inputs)
-    for model in (slow, fast):
-        layer = model.encoder.layer[1]
-        layer.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
-    with calls(fast, packed=0, padded=1, fused=1, stock=1):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
-    theirs, ours = (y[0] if isinstance(y, tuple) else y for y in seen)
-    assert ours.shape == theirs.shape
-    assert f"{path} has hooks" in str(fastbert.explain(fast))
-
-
-@torch.no_grad()
-def test_what_has_changed_runs_as_stock():
-    slow, fast = both((8, 8, 8, 8))
-    inputs = ragged(which="some")
-    for _ in range(2):
-        fast(**inputs)
-    twice = Twice(48, 48).double()
-    for model in (slow, fast):
-        one, two, three, four = model.encoder.layer
-        one.attention.self.key_global = twice
-        two.attention.self.one_sided_attn_window_size = 2
-        three.ff_chunk = lambda x: 2 * x
-        four.chunk_size_feed_forward = 8
-    with calls(fast, padded=1, fused=0, stock=4):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
-    said = ("key_global is a Twice", "other heads", "another feed-forward block", "chunk_size_feed_forward")
-    for layer, words in zip(fastbert.explain(fast).layers, said, strict=True):
-        assert words in layer.reason
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "QuestionAnswering", "MultipleChoice"])

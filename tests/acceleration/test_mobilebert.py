@@ -66,67 +66,6 @@ def test_inference_in_usual_dtypes(form, dtype):
     assert (found - expected)[kept].abs().max() <= 2 * own
 
 
-@torch.no_grad()
-def test_ragged_lengths():
-    slow, fast = both(auto=transformers.AutoModel)
-    inputs = ragged(LENGTHS)
-    kept = inputs["attention_mask"].bool()
-    with calls(fast, packed=1, fused=LAYERS):
-        same_outputs(fast(**inputs), slow(**inputs), kept, 1e-9)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "bottleneck",
-        "bottleneck.input",
-        "bottleneck.attention.dense",
-        "bottleneck.input.LayerNorm",
-        "ffn.1",
-        "ffn.0.intermediate.dense",
-        "ffn.1.output.LayerNorm",
-        "ffn.1.intermediate.intermediate_act_fn",
-        "output.bottleneck",
-        "output.bottleneck.LayerNorm",
-    ],
-)
-@torch.no_grad()
-def test_hooks_see_what_they_see_in_the_stock_model(path):
-    slow, fast = both(auto=transformers.AutoModel)
-    inputs, seen = first_kept("mobilebert"), []
-    for _ in range(2):
-        fast(**inputs)
-    for model in (slow, fast):
-        layer = model.encoder.layer[1]
-        layer.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
-    with calls(fast, packed=0, padded=1, fused=LAYERS - 1, stock=1):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
-    for ours, theirs in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
-        for one, other in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
-            close(one, other, 1e-9)
-    said = "the activation" if path.endswith("act_fn") else path
-    assert f"{said} has hooks" in str(fastbert.explain(fast))
-
-
-@torch.no_grad()
-def test_what_has_changed_runs_as_stock():
-    slow, fast = both(auto=transformers.AutoModel)
-    inputs = first_kept("mobilebert")
-    for _ in range(2):
-        fast(**inputs)
-    norm, act = nn.BatchNorm1d(40).double().eval(), nn.Tanh()
-    for model in (slow, fast):
-        one, two, three = model.encoder.layer
-        one.ffn[0].output.LayerNorm = norm
-        two.ffn[1].intermediate.intermediate_act_fn = act
-        three.output.bottleneck.dropout = nn.Dropout1d(0.5).eval()
-    with calls(fast, padded=1, fused=0, stock=LAYERS):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool(), 1e-9)
-    said = ("ffn.0.output.LayerNorm is a BatchNorm1d", "have the activation", "not a plain dropout")
-    for layer, words in zip(fastbert.explain(fast).layers, said, strict=True):
-        assert words in layer.reason
-
-
 @pytest.mark.parametrize("options", [{"attention": False}, {"ffn": False}, {"act": "mish"}], ids=str)
 @torch.no_grad()
 def test_a_layer_runs_fused_as_a_whole_or_as_stock(options):
@@ -155,19 +94,6 @@ def test_dropouts():
         torch.manual_seed(0)
         found.append(model(**inputs).logits)
     close(*found, 1e-9)
-
-
-@torch.no_grad()
-def test_files_and_restore(tmp_path):
-    slow, _ = both()
-    slow.save_pretrained(tmp_path)
-    fast = fastbert.accelerate(HEAD.from_pretrained(tmp_path).eval())
-    inputs = first_kept("mobilebert")
-    with calls(fast, packed=1, fused=LAYERS):
-        close(fast(**inputs).logits, slow(**inputs).logits, 1e-9)
-    assert all(torch.equal(t, fast.state_dict()[key]) for key, t in slow.state_dict().items())
-    fastbert.restore(fast)
-    assert torch.equal(fast(**inputs).logits, slow(**inputs).logits)
 
 
 @torch.no_grad()

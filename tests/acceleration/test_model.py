@@ -74,9 +74,7 @@ def _rows(output, count: int):
     "name",
     [
         *("bert", "roberta", "albert", "distilbert", "electra", "mpnet", "modernbert", "gte", "eurobert"),
-        "deberta-v2",
-        "mobilebert",
-        "longformer",
+        *("deberta-v2", "mobilebert", "longformer", "xlnet"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

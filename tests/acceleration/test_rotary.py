@@ -7,18 +7,15 @@ import copy
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import fastbert
 from tests.support.accelerated_models import (
     LAYERS,
-    Twice,
     build,
     calls,
     close,
     first_kept,
     same_outputs,
-    stock,
 )
 
 
@@ -54,74 +51,6 @@ def test_layers_of_a_model_on_flash_attention_apply_the_window(padding):
         actual = fast.layers[1](hidden, attention_mask=mask, position_embeddings=angles)
     with torch.no_grad():
         close(actual[kept], slow.layers[1](hidden, seen, angles)[kept])
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "said"),
-    [
-        ("modernbert", "layers.1.attn", "attn has hooks"),
-        ("modernbert", "layers.1.attn.Wqkv", "attn.Wqkv has hooks"),
-        ("modernbert", "layers.0.attn_norm", "attn_norm has hooks"),
-        ("modernbert", "rotary_emb", "rotary_emb has hooks"),
-        ("gte", "layers.1.mlp.gate_proj", "mlp.gate_proj has hooks"),
-        ("eurobert", "embed_tokens", "embed_tokens has hooks"),
-        ("eurobert", "layers.1.input_layernorm", "input_layernorm has hooks"),
-        ("eurobert", "norm", "norm has hooks"),
-    ],
-)
-def test_hooks_see_what_they_see_in_the_stock_model(name, path, said):
-    slow, fast = build(name)
-    inputs, seen = first_kept(name), []
-    for model in (slow, fast):
-        model.get_submodule(path).register_forward_hook(lambda _, __, y: seen.append(y))
-    with torch.no_grad(), calls(fast, packed=0, padded=1):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
-    values = [y[0] if isinstance(y, tuple) else y for y in seen]
-    for ours, theirs in zip(values[: len(seen) // 2], values[len(seen) // 2 :], strict=True):
-        close(ours[-1], theirs[-1])  # without padding
-    assert said in str(fastbert.explain(fast))
-
-
-def test_what_has_changed_runs_as_stock():
-    slow, fast = build("modernbert")
-    inputs = first_kept("modernbert")
-    with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS, stock=0):
-        fast(**inputs)
-        fast(**inputs)
-    wide, fewer, out = Twice(80, 48, bias=False), nn.Linear(48, 96), nn.Linear(32, 48)
-    for model in (slow, fast):
-        model.layers[1].attn.Wqkv, model.layers[1].attn.Wo = fewer, out
-        model.layers[0].mlp.Wo = wide
-        model.layers[2].attn.attention_dropout = 1.0
-    with torch.no_grad(), calls(fast, padded=1, fused=0, stock=LAYERS):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
-    reasons = [layer.reason for layer in fastbert.explain(fast).layers]
-    for reason, part in zip(
-        reasons, ("Twice", "attn.Wqkv has other heads", "attention_dropout"), strict=True
-    ):
-        assert part in reason
-    fast = fastbert.accelerate(stock("modernbert"))
-    fast.layers[1].attn.sliding_window = 4
-    assert [layer.fused for layer in fastbert.explain(fast).layers] == [True, False, True]
-
-
-def test_norms_and_shared_keys_that_have_changed():
-    """A subclass of the norm is another norm; a plain LayerNorm is one of ours."""
-    slow, fast = build("eurobert")
-    inputs, norm, wide = first_kept("eurobert"), nn.LayerNorm(48, bias=False), nn.Linear(48, 48)
-    kind = type(fast.layers[1].input_layernorm)
-    twice = type(kind.__name__, (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
-    for model in (slow, fast):
-        model.layers[0].input_layernorm = norm
-        model.layers[1].input_layernorm.__class__ = twice
-        attention = model.layers[2].self_attn
-        attention.num_key_value_groups, attention.k_proj, attention.v_proj = 1, wide, wide
-    with torch.no_grad(), calls(fast, padded=1, fused=1, stock=2):
-        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
-    reasons = [layer.reason for layer in fastbert.explain(fast).layers]
-    assert reasons[0] is None
-    assert "input_layernorm is a" in reasons[1]
-    assert "self_attn has other heads" in reasons[2]
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic"])

@@ -37,7 +37,7 @@ from tests.support.hf_models import batch
 from tests.support.model_pairs import CASES, SEQUENCE_TASKS, build, inputs_for, labels_for
 
 LAYOUTS = ("bert", "distilbert", "electra", "albert-groups", "mpnet", "modernbert", "deberta-v2")
-LAYOUTS += ("longformer", "big_bird")
+LAYOUTS += ("longformer", "big_bird", "mobilebert", "gte")
 # Modules of heads, and ALBERT's groups, that have no code of their own here
 REFUSED = ("cls", "cls.predictions", "cls.predictions.transform", "lm_head", "classifier", "predictions")
 REFUSED += (
