@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from unittest import mock
 
 import pytest
 import torch
 import transformers
 
+from fastbert.cli import costs
 from fastbert.cli.main import main
 from fastbert.models.bert import BertModel
+from fastbert.training.loop import Trainer
 from tests.support import blank_figures
 from tests.support.hf_models import hf_config
 from tests.support.treebank import TREES, conllu
@@ -32,6 +37,25 @@ def call(folder, kind, model, file, output, *more):
         option = "--conllu" if str(file).endswith(".conllu") else "--input"
         arguments += ["--edges" if file == "edges.jsonl" else option, folder / file]
     return main([*map(str, arguments), "--device", "cpu", *map(str, more)])
+
+
+@contextlib.contextmanager
+def signalled(number, at):
+    """A command gets a signal in the step `at` of its training, counted from 0."""
+    plain = Trainer._step
+
+    def step(self, *given):
+        if self.step == at:
+            os.kill(os.getpid(), number)
+        return plain(self, *given)
+
+    before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_step", step)
+            yield
+    finally:
+        signal.signal(number, before)
 
 
 def write_rows(path, rows):
@@ -86,6 +110,15 @@ def folder(tmp_path_factory):
     ]
     write_rows(place / "starts.jsonl", rows)
     return place
+
+
+@pytest.fixture(autouse=True)
+def quick_costs(monkeypatch):
+    """Speeds are measured for no time."""
+    measured = costs.tokens_per_second
+    monkeypatch.setattr(
+        costs, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
+    )
 
 
 @pytest.fixture

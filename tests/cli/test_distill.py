@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 
@@ -13,16 +12,8 @@ import fastbert
 from fastbert.cli import costs
 from fastbert.cli.main import main
 from fastbert.compression.distillation.recipes import RECIPES
-from fastbert.training.loop import Trainer
+from tests.cli.conftest import signalled
 from tests.support.rule_tasks import quick, tiny_model, written
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    measured = costs.tokens_per_second
-    monkeypatch.setattr(
-        costs, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +72,8 @@ def test_a_sentence_encoder(places, tmp_path, capsys):
     assert fastbert.SentenceEncoder.from_pretrained(tmp_path / "out").model.config.model_type == "distilbert"
 
 
-def test_a_stopped_command_says_how_to_resume(places, tmp_path, monkeypatch, capsys):
-    counted = Trainer._counted
-
-    def stops(self, micro):
-        if self.step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return counted(self, micro)
-
-    with monkeypatch.context() as inner:
-        inner.setattr(Trainer, "_counted", stops)
+def test_a_stopped_command_says_how_to_resume(places, tmp_path, capsys):
+    with signalled(signal.SIGTERM, 0):
         assert distil(places, tmp_path / "out", "--layers", "1") == 128 + signal.SIGTERM
     assert "rerun the command to resume" in capsys.readouterr().err
     assert distil(places, tmp_path / "out", "--layers", "1") == 0

@@ -28,7 +28,7 @@ from fastbert.finetuning import run as finetuning
 from fastbert.finetuning import tasks
 from fastbert.tasks import inputs
 from fastbert.tasks.glue_tasks import TASKS
-from fastbert.training.loop import Trainer
+from tests.cli.conftest import signalled
 from tests.support.hf_models import hf_config
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] good bad the cat dog where who sat ran Anna Bob lives here ."
@@ -160,26 +160,15 @@ def test_training_that_rounds(models, table, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_resumes(number, trained, models, table, tmp_path, capsys):
-    plain, signalled = Trainer._step, command("csv", models, table, tmp_path / "out")
-
-    def step(self, *given):
-        if self.step == 2:
-            os.kill(os.getpid(), number)
-        return plain(self, *given)
-
-    before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_step", step)
-            assert main(signalled) == 128 + number
-    finally:
-        signal.signal(number, before)
+    words = command("csv", models, table, tmp_path / "out")
+    with signalled(number, 2):
+        assert main(words) == 128 + number
     said = capsys.readouterr()
     assert said.out == ""
     last = said.err.splitlines()[-1]
     assert last.startswith(f"fastbert: stopped by {number.name}; saved {tmp_path}")
     assert last.endswith("; rerun the command to resume")
-    assert main(signalled) == 0
+    assert main(words) == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 

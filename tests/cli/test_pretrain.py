@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 import signal
@@ -19,7 +18,7 @@ from fastbert.cli import pretrain as command
 from fastbert.cli.main import main
 from fastbert.pretraining.corpus import Corpus
 from fastbert.training import checkpoints, curves
-from fastbert.training.loop import Trainer
+from tests.cli.conftest import signalled
 from tests.support.tiny_training import digests, known_roof, log  # noqa: F401
 
 DRAW = curves.draw
@@ -190,22 +189,10 @@ def test_runs_with_options(options, call, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_call_goes_on(number, whole, call, tmp_path, capsys, monkeypatch):
-    plain = Trainer._step
-
-    def step(self, *given):
-        if self.step == 2:
-            os.kill(os.getpid(), number)
-        return plain(self, *given)
-
-    before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_step", step)
-            capsys.readouterr()
-            assert main(call(tmp_path / "run")) == 128 + number
-    finally:
-        signal.signal(number, before)
+def test_a_signal_saves_and_the_same_call_goes_on(number, whole, call, tmp_path, capsys):
+    capsys.readouterr()
+    with signalled(number, 2):
+        assert main(call(tmp_path / "run")) == 128 + number
     said = capsys.readouterr().err
     place = tmp_path / "run" / "step-000003"
     assert said == f"fastbert: stopped by {number.name}; saved {place}\n"

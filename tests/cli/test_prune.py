@@ -12,7 +12,6 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
 from fastbert.compression.schedule_search import search_schedules, within
@@ -23,14 +22,6 @@ from fastbert.tasks.examples import tokenized
 from fastbert.tasks.inputs import read
 from tests.cli.conftest import call
 from tests.support.analysis import losses
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    measured = costs.tokens_per_second
-    monkeypatch.setattr(
-        costs, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
-    )
 
 
 def prune(folder, model, output, *more):

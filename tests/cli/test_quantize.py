@@ -10,21 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import fastbert
-from fastbert.cli import costs
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
 from fastbert.layers import float8
 from fastbert.layers.quantizing import kinds_of
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.tokenizer import load_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    measured = costs.tokens_per_second
-    monkeypatch.setattr(
-        costs, "tokens_per_second", lambda models: measured(models, sequences=1, seconds=0.001)
-    )
 
 
 @pytest.fixture

@@ -150,12 +150,5 @@ def test_scores_of_distances_are_refused(tmp_path):
     tiny_model(tmp_path / "mpnet", kind="MPNetModel", pad_token_id=1)
     (tmp_path / "text.txt").write_text("the red cat sees dog\n" * 9)
     with pytest.raises(ValueError, match="recipe: layer 1 adds more to attention's scores"):
-        fastbert.distill(
-            tmp_path / "mpnet",
-            [0],
-            tmp_path / "text.txt",
-            tmp_path / "out",
-            "minilm",
-            epochs=1,
-            progress=False,
-        )
+        given = tmp_path / "mpnet", [0], tmp_path / "text.txt", tmp_path / "out", "minilm"
+        fastbert.distill(*given, epochs=1, progress=False)

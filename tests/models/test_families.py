@@ -60,9 +60,13 @@ def test_no_tokens(name, grad):
     calls += [{"input_ids": torch.ones(n, 5, dtype=torch.long)} for n in (0, 2)]
     calls[3]["attention_mask"] = torch.zeros(2, 5)
     with torch.set_grad_enabled(grad):
-        found = [model(**inputs)[0] for inputs in calls]
-    assert [tuple(t.shape) for t in found] == [(0, 48), (0, 48), (0, 5, 48), (2, 5, 48)]
-    assert found[-1].eq(0).all()
+        found = [model(**inputs) for inputs in calls]
+        asked = model(**calls[3], output_attentions=True, output_hidden_states=True)
+    assert [tuple(o[0].shape) for o in found] == [(0, 48), (0, 48), (0, 5, 48), (2, 5, 48)]
+    assert found[-1][0].eq(0).all()
+    assert torch.equal(asked[0], found[-1][0])
+    assert name == "longformer" or asked.attentions[0].shape == (2, 3, 5, 5)  # whose are bands
+    assert found[2].get("pooler_output") is None or found[2].pooler_output.shape == (0, 48)
 
 
 @pytest.mark.parametrize("name", PAD_POSITIONS)

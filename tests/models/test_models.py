@@ -130,22 +130,6 @@ def test_fully_masked_row_is_finite_in_half_precision_and_backward(bert):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_no_tokens(bert):
-    """Of sequences that a mask empties, and of no sequences."""
-    _, model = bert
-    with torch.no_grad():
-        out = model(
-            torch.full((2, 5), 7), torch.zeros(2, 5), output_attentions=True, output_hidden_states=True
-        )
-    assert out.last_hidden_state.shape == (2, 5, 48)
-    assert out.last_hidden_state.eq(0).all()
-    assert out.attentions[0].shape == (2, 3, 5, 5)
-    with torch.no_grad():
-        out = model(torch.zeros(0, 6, dtype=torch.long), torch.zeros(0, 6, dtype=torch.long))
-    assert out.last_hidden_state.shape == (0, 6, 48)
-    assert out.pooler_output.shape == (0, 48)
-
-
 @functools.cache
 def _small() -> BertModel:
     torch.manual_seed(0)
