@@ -1,52 +1,20 @@
-"""Accelerated DeBERTa-v2 and v3: every form of its layers, a caller's own distances and masks, hooks."""
+"""Accelerated DeBERTa-v2 and v3: a caller's own distances and masks, a changed convolution, 8 bits."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers.models.deberta_v2.modeling_deberta_v2 import ConvLayer
 
 import fastbert
 from tests.support.accelerated_models import (
-    HEAD,
     LAYERS,
     build,
     calls,
     close,
     first_kept,
-    same_gradients,
     same_outputs,
     stock,
 )
-
-FORMS = {
-    "v3": {"position_buckets": 256, "max_position_embeddings": 512},
-    "own projections": {"share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
-    "c2p": {"pos_att_type": ["c2p"], "norm_rel_ebd": "none"},
-    "content alone": {"pos_att_type": None},
-    "no distances": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
-    "narrow embeddings": {"embedding_size": 24},
-    "convolution": {"conv_kernel_size": 3},
-    "wide convolution": {"conv_kernel_size": 5, "conv_act": "gelu"},
-}
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form, layout):
-    """Outputs and gradients of the stock model."""
-    slow, fast = (model.double() for model in build("deberta-v2", HEAD, **FORMS[form]))
-    inputs, labels = first_kept("deberta-v2"), torch.tensor([1, 0, 1, 1])
-    if layout == "padded":
-        inputs["attention_mask"][1, 0] = 0
-    packed = int(layout == "packed")
-    with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
-        actual = fast(**inputs, labels=labels)
-    expected = slow(**inputs, labels=labels)
-    close(actual.logits, expected.logits, 1e-9)
-    for output in (actual, expected):
-        output.loss.backward()
-    same_gradients(fast, slow, 1e-9)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Accelerated Longformer: windows' edges, global tokens, arguments, padded calls, hooks, adapters, files."""
+"""Accelerated Longformer: windows' edges, global tokens, arguments, padded calls, heads, dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerated MobileBERT: every form of its layers, masked neighbours, hooks, options, adapters, files."""
+"""Accelerated MobileBERT: usual dtypes, options, dropout and graphs; its forms are in test_model.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.support.accelerated_models import (
     calls,
     close,
     first_kept,
-    same_gradients,
     same_outputs,
     stock,
 )
@@ -29,25 +28,6 @@ def both(form="published", auto=HEAD, **config):
     slow = stock("mobilebert", auto, **{**FORMS[form], **config}).double()
     slow.get_input_embeddings().weight.data[0] = 1.0
     return slow, fastbert.accelerate(copy.deepcopy(slow))
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form, layout):
-    """Outputs and gradients of the stock model, which reads the masked neighbour after a sequence."""
-    slow, fast = both(form)
-    inputs, labels = first_kept("mobilebert"), torch.tensor([1, 0, 1, 1])
-    if layout == "padded":
-        inputs["attention_mask"][1, 0] = 0
-    inputs["input_ids"][0, 20] = 9
-    packed = int(layout == "packed")
-    with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
-        actual = fast(**inputs, labels=labels)
-    expected = slow(**inputs, labels=labels)
-    close(actual.logits, expected.logits, 1e-9)
-    for output in (actual, expected):
-        output.loss.backward()
-    same_gradients(fast, slow, 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

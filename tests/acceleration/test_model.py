@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastbert
+from tests.models import test_deberta_v2, test_mobilebert
 from tests.support.accelerated_models import (
+    HEAD,
     LAYERS,
     build,
     calls,
@@ -20,6 +23,7 @@ from tests.support.accelerated_models import (
     pair,
     same_gradients,
     same_outputs,
+    stock,
 )
 from tests.support.hf_models import ACCELERATED
 from tests.support.model_pairs import half_errors, native
@@ -83,6 +87,30 @@ def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):
     mine, theirs = half_errors((fast, slow), dtype, (first_kept(name, seed=seed) for seed in range(6)))
     assert mine.square().mean() <= 1.02 * theirs.square().mean()
     assert mine.max() <= 2 * theirs.max()
+
+
+FORMS = {"deberta-v2": test_deberta_v2.FORMS, "mobilebert": test_mobilebert.FORMS}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, forms in FORMS.items() for form in forms])
+def test_forms_of_layers(name, form, layout):
+    """Outputs and gradients of the stock model. MobileBERT's reads the masked neighbour after a sequence."""
+    slow = stock(name, HEAD, **FORMS[name][form]).double()
+    slow.get_input_embeddings().weight.data[0] = 1.0  # of [PAD]
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    inputs, labels = first_kept(name), torch.tensor([1, 0, 1, 1])
+    if layout == "padded":
+        inputs["attention_mask"][1, 0] = 0
+    inputs["input_ids"][0, 20] = 9
+    packed = int(layout == "packed")
+    with calls(fast, packed=packed, padded=1 - packed, fused=LAYERS, stock=0):
+        actual = fast(**inputs, labels=labels)
+    expected = slow(**inputs, labels=labels)
+    close(actual.logits, expected.logits, 1e-9)
+    for output in (actual, expected):
+        output.loss.backward()
+    same_gradients(fast, slow, 1e-9)
 
 
 @pytest.mark.parametrize(

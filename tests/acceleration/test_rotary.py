@@ -1,4 +1,4 @@
-"""Accelerated models whose layers rotate queries and keys: masks, windows, angles, hooks, adapters."""
+"""Accelerated models whose layers rotate queries and keys: masks, windows, angles, heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerated XLNet: every kind of layer and call, what heads read of padding, memories, changed parts."""
+"""Accelerated XLNet: every kind of layer and call, what heads read of padding, memories, options."""
 
 from __future__ import annotations
 

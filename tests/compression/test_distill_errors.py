@@ -149,6 +149,6 @@ def test_a_mistake_is_one_line(places, tmp_path, name):
 def test_scores_of_distances_are_refused(tmp_path):
     tiny_model(tmp_path / "mpnet", kind="MPNetModel", pad_token_id=1)
     (tmp_path / "text.txt").write_text("the red cat sees dog\n" * 9)
+    given = tmp_path / "mpnet", [0], tmp_path / "text.txt", tmp_path / "out", "minilm"
     with pytest.raises(ValueError, match="recipe: layer 1 adds more to attention's scores"):
-        given = tmp_path / "mpnet", [0], tmp_path / "text.txt", tmp_path / "out", "minilm"
         fastbert.distill(*given, epochs=1, progress=False)

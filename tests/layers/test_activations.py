@@ -32,11 +32,13 @@ def layers_of(model):
     return {name: module for _, _, module, name in each_linear(model)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "smoothed"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_outputs_stay(family, kind):
     """And the whole layer in one call computes what its ops compute, to the bit."""
-    full, model, kept = ours(family), made(kind, family), batch(family)["attention_mask"].bool()
+    model = made("dynamic", family, smooth=0.5) if kind == "smoothed" else made(kind, family)
+    full, kept = ours(family), batch(family)["attention_mask"].bool()
+    assert all((m.smooth is not None) == (kind == "smoothed") for m in layers_of(model).values())
     y, truth = hidden(model), hidden(full)[kept]
     assert cosine(y[kept], truth).min() > 0.9
     with pytest.MonkeyPatch.context() as patch:

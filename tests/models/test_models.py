@@ -64,6 +64,9 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
         close(actual.pooler_output[first], expected.pooler_output[first])
 
 
+ROTARY = ("modernbert", "nomic_bert", "gte", "jina_embeddings_v3", "eurobert")
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -72,13 +75,15 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
         (n, d)
         for n in (*FAMILY_NAMES, "xlnet")
         for d in (torch.bfloat16, torch.float16)[: 2 - (n == "mobilebert")]
-    ],
+    ]
+    + [(n, torch.float32) for n in ROTARY],
 )
-def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
-    hf = hf_model(name)
+def test_error_is_no_larger_than_transformers_own(name, dtype):
+    """In float32 the two differ by the order of sums alone."""
+    hf, most = hf_model(name), 1.1 if dtype == torch.float32 else 1.0
     mine, theirs = half_errors((ours(hf), hf), dtype, (batch(name, seed=seed) for seed in range(12)))
-    assert mine.mean() <= theirs.mean()
-    assert mine.square().mean() <= theirs.square().mean()
+    assert mine.mean() <= most * theirs.mean()
+    assert mine.square().mean() <= most * theirs.square().mean()
     # the worst of 75,000 elements is a matter of chance; a wrong kernel is off by far more
     assert mine.max() <= 2 * theirs.max()
 

@@ -21,7 +21,6 @@ from tests.support.model_pairs import (
     drops_as_its_module,
     kept_rows,
     native,
-    no_larger_errors,
     ragged,
     same_packed_and_alone,
 )
@@ -111,15 +110,6 @@ def test_no_token_types():
     hf = hf_model("gte", type_vocab_size=0).double()
     inputs = ragged(LENGTHS)
     close(kept_rows(native(hf).double(), inputs), kept_rows(hf, inputs), 1e-9)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 1.0)])
-def test_error_is_no_larger_than_transformers_own(name, dtype, most):
-    """In float32 the two differ by the order of sums alone."""
-    hf, model = (copy.deepcopy(m).float() for m in both(name))
-    no_larger_errors((model, hf), dtype, [ragged(LENGTHS), ragged(LENGTHS[::-1])], most=most)
 
 
 @pytest.mark.parametrize("name", NAMES)
