@@ -27,6 +27,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, loader, prepared
 from tests.execution.test_gpu import AROUND, CHANGES, padded_right, stock_of
+from tests.models.test_mobilebert import NARROW
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.graphed_models import OTHERS
 from tests.support.hf_models import BERT_LAYERS, batch, hf_config
@@ -45,10 +46,22 @@ def norms_of(layer: nn.Module) -> list[Any]:
     return [module for module in layer.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
 
 
+@torch.no_grad()
 def of(name: str, **overrides) -> BertModel:
+    """A model whose biases and norms are far from 0 and 1."""
     if name in OTHERS:
-        return AutoModel.from_config(EncoderConfig(**{**OTHERS[name], **overrides})).eval()
-    return AutoModel.from_config(EncoderConfig.from_hf(hf_config(name, **overrides))).eval()
+        config = EncoderConfig(**{**OTHERS[name], **overrides})
+    else:
+        if name == "mobilebert":
+            overrides = {**NARROW, **overrides}
+        config = EncoderConfig.from_hf(hf_config(name, **overrides))
+    model = AutoModel.from_config(config).eval()
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            module.weight.uniform_(0.5, 1.5)
+        if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
+            module.bias.normal_()
+    return model
 
 
 @contextlib.contextmanager
@@ -132,11 +145,11 @@ def test_every_family(name, int8, dtype, every_isa):  # noqa: F811
 KINDS = [(name, number, int8) for name, number in (("bert", 0), ("modernbert", 1)) for int8 in (False, True)]
 KINDS += [("modernbert", 0, False), ("nomic_bert", 0, False)]
 KINDS += [("eurobert", 1, False), ("eurobert", 1, True), ("neobert", 1, False)]
-SCORED = [("deberta-v2", 1, int8) for int8 in (False, True)]
+OTHER_KINDS = [(name, 1, int8) for name in ("deberta-v2", "mobilebert") for int8 in (False, True)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("name", "number", "int8"), KINDS + SCORED)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS + OTHER_KINDS)
 # threads share rows, or each has its own sequences: for two threads, for three, with empty sequences
 @pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 2])
@@ -157,7 +170,7 @@ def test_any_number_of_threads(count, name, number, int8, lengths, capacity, thr
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 30, 0], [4], [1], [128, 129]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 9])
 @pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize(("name", "number", "int8"), KINDS + SCORED)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS + OTHER_KINDS)
 def test_lengths_capacity_bias_and_gate(lengths, capacity, options, name, number, int8):
     model = of(name).quantize("int8") if int8 else of(name)
     layer, longest = model.layer_list()[number], max(lengths)
@@ -188,9 +201,6 @@ def test_missing_biases(missing, int8):
                 "output": [attention.output.dense, layer.output.dense],
                 "norm": [layer.output.LayerNorm],
             }[missing]
-            for part in model.modules():
-                if isinstance(part, (nn.Linear, nn.LayerNorm)) and part.bias is not None:
-                    part.bias.normal_()
             for part in where:
                 part.bias = None
     if int8:
@@ -203,10 +213,6 @@ def test_missing_biases(missing, int8):
 def test_biases_that_the_config_leaves_out(missing):
     biases = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, missing: False}
     model, inputs = of("modernbert", **biases), padded_right("modernbert")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layer_list()))
 
 
@@ -238,7 +244,7 @@ def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
     assert seen == [12, 12]
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2", "mobilebert"])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [60, 60]], ids=str)
 @torch.no_grad()
@@ -400,7 +406,7 @@ def test_pins_hold(op):
         assert fused_layers(model) == 3
 
 
-@pytest.mark.parametrize(("name", "number", "int8"), KINDS)
+@pytest.mark.parametrize(("name", "number", "int8"), KINDS + OTHER_KINDS[2:])
 def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(
     monkeypatch, noted, name, number, int8
 ):
