@@ -106,21 +106,6 @@ def test_usual_calls_are_quick(name, monkeypatch):
         g.check(**given, **types)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_packed_sequences(name):
-    g = graphed(name)
-    ids = torch.arange(60) % 100 + 5
-    for ends, longest in (([0, 60], 60), ([0, 20, 20, 60], 40), ([0, 1, 2, 60, 60], 58)):
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-        for extra in ({}, {"position_ids": torch.arange(60).flip(0)}):
-            same(
-                g.graphed.forward_packed(ids, cu_seqlens, longest, **extra),
-                g.model.forward_packed(ids, cu_seqlens, longest, **extra),
-            )
-            assert g.graphed.last_fallback is None
-
-
 # Where a bucket ends, a window (64 tokens on each side) or the near distances of DeBERTa end
 EDGES = ([1], [31, 1], [32], [33], [63, 1], [64], [65, 3], [128], [129], [130, 126], [257], [300, 7, 7, 120])
 
