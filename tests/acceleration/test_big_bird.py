@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import fastbert
+from tests.models.test_big_bird import alone, texts
 from tests.support.accelerated_models import MODEL, calls, close, same_gradients, same_outputs, stock
 from tests.support.model_pairs import half_errors, ragged
 
@@ -29,16 +30,6 @@ def models(form: str = "two random blocks", auto: type = MODEL, **config):
     """(the stock model, which attends by blocks, the same accelerated), in float64."""
     slow = stock("big_bird", auto, **FORMS[form], **config).double()
     return slow, fastbert.accelerate(copy.deepcopy(slow))
-
-
-def texts(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [ids[kept.bool()] for ids, kept in zip(*inputs.values(), strict=True)]
-
-
-def alone(slow: torch.nn.Module, ids: torch.Tensor, **given) -> torch.Tensor:
-    """A text in a batch of one; a short one before may have switched the model to full attention."""
-    slow.base_model.set_attention_type("block_sparse")
-    return slow(ids[None], **given)
 
 
 @pytest.mark.parametrize("training", [False, True])

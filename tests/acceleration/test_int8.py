@@ -21,10 +21,10 @@ from fastbert.acceleration.layer_gaps import int8_gap
 from fastbert.backends.cpu import sizes
 from fastbert.layers.asked import Asked
 from fastbert.layers.batch import PackedBatch
-from fastbert.models.config import EncoderConfig
 from fastbert.runtime import prepared
 from fastbert.sentences.encoder import SentenceEncoder
 from tests.acceleration.test_interface import stock as other_stock
+from tests.support import model_pairs
 from tests.support.accelerated_models import (
     HEAD,
     LAST,
@@ -51,11 +51,9 @@ def int8(name: str = "bert", auto: type = MODEL, **options) -> nn.Module:
     return fastbert.accelerate(stock(name, auto), dtype="int8", **options)
 
 
-def native(slow: nn.Module, dtype: torch.dtype = torch.float32, quantized: bool = True) -> nn.Module:
-    """Our own encoder with the weights of a transformers encoder."""
-    model = fastbert.AutoModel.from_config(EncoderConfig.from_hf(slow.config)).eval().to(dtype)
-    model.load_state_dict(slow.state_dict())
-    return model.quantize("int8") if quantized else model
+def native(slow: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Our own encoder with the weights of a transformers encoder, quantised."""
+    return model_pairs.native(slow).to(dtype).quantize("int8")
 
 
 def last(model: nn.Module, inputs: dict | None = None) -> torch.Tensor:
@@ -167,10 +165,8 @@ def test_poolers_projections_and_heads_stay_as_they_are(name):
         handle.remove()
     assert {id(m) for m, *_ in ran} >= {id(m) for k, m in seen.items() if "projection" not in k}
     assert logits.shape == (4, 2)
-    ours = fastbert.AutoModelForSequenceClassification.from_config(EncoderConfig.from_hf(slow.config))
-    ours.load_state_dict(slow.state_dict())
     with torch.no_grad():
-        close(fast(**inputs).logits, ours.eval().quantize("int8")(**inputs).logits)
+        close(fast(**inputs).logits, native(slow)(**inputs).logits)
 
 
 # -- the model stays what it is ------------------------------------------------------------------------------

@@ -14,16 +14,12 @@ from fastbert.checkpoint import hub
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint import save as saving
 from fastbert.checkpoint.files import CheckpointError
-from fastbert.models.config import EncoderConfig
-from fastbert.models.families import FAMILIES
 from tests.support.checkpoints import (
     CONFIGS,
-    SIZES,
     assert_same_state,
     empty,
     load,
-    ours,
-    randomise,
+    random_model,
     split_name,
     theirs,
     write,
@@ -68,9 +64,7 @@ def test_saved_by_transformers_loads_here(name, tmp_path):
 def test_saved_here_loads_in_transformers(name, tmp_path):
     prefix, task = split_name(name)
     num_labels = 3 if task in ("ForSequenceClassification", "ForTokenClassification") else 2
-    model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
-    config = EncoderConfig(model_type, **CONFIGS[prefix], num_labels=num_labels)
-    model = randomise(ours(name)(config))
+    model = random_model(name, num_labels=num_labels)
     saving.save(model, tmp_path)
 
     loaded, info = getattr(transformers, name).from_pretrained(tmp_path, output_loading_info=True)
@@ -110,7 +104,7 @@ def test_shards_of_transformers(name, tmp_path):
 
 
 def test_our_shards_load_in_transformers(tmp_path):
-    model = randomise(ours("BertForMaskedLM")(EncoderConfig("bert", **SIZES)))
+    model = random_model("BertForMaskedLM")
     files = saving.save(model, tmp_path, max_shard_size="20KB")
     assert len(files) > 2
     assert all(file.stat().st_size < 25_000 for file in files)

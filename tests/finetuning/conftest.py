@@ -1,6 +1,5 @@
 """Settings of the tests of fine-tuning."""
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.rule_tasks import tiny_model
-from tests.support.tiny_training import known_roof  # noqa: F401
+from tests.support.tiny_training import folder_in_memory, known_roof  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,10 +21,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def memory():
-    """A folder in memory, if the system has one: checkpoints are flushed, which takes long on a disk."""
-    place = "/dev/shm"
-    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize if os.path.isdir(place) else 0
-    with tempfile.TemporaryDirectory(dir=place if free > 200e6 else None) as folder:
+    with folder_in_memory() as folder:
         yield Path(folder)
 
 

@@ -39,14 +39,6 @@ def unbroken(memory, dropping, data):
     return memory / "unbroken"
 
 
-def test_equal_calls_write_equal_bytes(tmp_path, dropping, data, unbroken):
-    quick("csv", dropping, data, tmp_path / "run", **OPTIONS)
-    assert digests(tmp_path / "run") == digests(unbroken)
-    names = {path.relative_to(unbroken).as_posix() for path in files(unbroken)}
-    assert {"model.safetensors", "results.json", "dev/dev.csv", "test/test.csv"} <= names
-    assert not any("step-" in name for name in names)
-
-
 # operations on files; a whole run has more than 260 and fewer than 290
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cannot fork")
 @pytest.mark.parametrize("at", range(1, 290, 4))
@@ -172,8 +164,8 @@ def test_a_tokenizer_in_one_file_is_copied(tmp_path, model, data):
 
 
 def test_near_learning_rates_have_folders_of_their_own():
-    names = {Settings(lr=lr, epochs=1, batch_size=8, max_length=8).name for lr in (2e-5, 2.1e-5, 2.05e-5)}
-    assert len(names) == 3
+    rates = (2e-5, 2.1e-5, 2.05e-5, 2.0000002e-5)
+    assert len({Settings(lr=lr, epochs=1, batch_size=8, max_length=8).name for lr in rates}) == 4
 
 
 def test_the_best_of_a_grid_is_kept(grid):
@@ -253,8 +245,3 @@ def test_an_intermediate_stage_of_the_same_task_has_its_options(tmp_path, droppi
     result = quick("squad2", dropping, data, tmp_path / "run", intermediate=("squad2", before), **given)
     stored = json.loads((result.output / "intermediate" / "results.json").read_text())
     assert (stored["options"]["max_query"], stored["options"]["doc_stride"]) == (10, 8)
-
-
-def test_close_learning_rates_have_folders_of_their_own(tmp_path, dropping, data):
-    result = quick("csv", dropping, data, tmp_path / "run", lr=[1e-3, 1.0000001e-3], epochs=0.1)
-    assert len({run.settings.name for run in result.runs}) == 2

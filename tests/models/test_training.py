@@ -200,10 +200,16 @@ def test_micro_batches_add_up(task):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        *(("bert", task) for task in ("ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering")),
+        ("modernbert", "ForMaskedLM"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [None, *HALF])
-def test_checkpointing_changes_no_bit(task, dtype):
-    model = trained(task)
+def test_checkpointing_changes_no_bit(name, task, dtype):
+    model = trained(task, name, **({"mlp_dropout": 0.3} if name == "modernbert" else {}))
     inputs = example(model, task)
     found = []
     for every in (0, 1, 2):

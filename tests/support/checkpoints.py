@@ -45,6 +45,13 @@ def split_name(name):
     return prefix, name[len(prefix) :]
 
 
+def random_model(name, **values):
+    """A random model of ours."""
+    prefix, _ = split_name(name)
+    model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
+    return randomise(ours(name)(EncoderConfig(model_type, **CONFIGS[prefix], **values)))
+
+
 def randomise(model, seed=0):
     """Give every parameter random values, so that no two are alike and none is at its default."""
     generator = torch.Generator().manual_seed(seed)
@@ -128,8 +135,6 @@ def edit_config(directory, **changes):
 
 def saved(tmp_path, name="BertModel"):
     """Save a random model of ours, and return it."""
-    prefix, _ = split_name(name)
-    model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
-    model = randomise(ours(name)(EncoderConfig(model_type, **CONFIGS[prefix])))
+    model = random_model(name)
     saving.save(model, tmp_path)
     return model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,13 @@ def known_roof():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "roof", lambda device, dtype: ROOF)
         yield
+
+
+def folder_in_memory() -> tempfile.TemporaryDirectory:
+    """A folder in memory, if the system has one: checkpoints are flushed, which takes long on a disk."""
+    memory = "/dev/shm"
+    free = os.statvfs(memory).f_bavail * os.statvfs(memory).f_frsize if os.path.isdir(memory) else 0
+    return tempfile.TemporaryDirectory(dir=memory if free > 200e6 else None)
 
 
 @dataclass
