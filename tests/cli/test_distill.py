@@ -9,7 +9,6 @@ import signal
 import pytest
 
 import fastbert
-from fastbert.cli import costs
 from fastbert.cli.main import main
 from fastbert.compression.distillation.recipes import RECIPES
 from tests.cli.conftest import signalled
