@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import pathlib
 import platform
 
@@ -71,13 +70,11 @@ def instruction_set() -> str:
 def engine() -> ctypes.CDLL:
     """The library; skips the test where no C++ compiler is."""
     isa = instruction_set()
-    # -O3 takes twice as long to compile; tests of planted faults build often, and ask for less
-    optimize = os.environ.get("FASTBERT_EMULATOR_OPTIMIZE", "-O1")
-    flags = [optimize, "-fno-math-errno", "-fno-trapping-math", *cpu_build.ISA_FLAGS.get(isa, [])]
+    flags = ["-O1", "-fno-math-errno", "-fno-trapping-math", *cpu_build.ISA_FLAGS.get(isa, [])]
     if isa == "avx512":
         flags.append("-mprefer-vector-width=512")
     objects = {source.stem: (source, flags) for source in sorted(HERE.glob("*.cpp"))}
-    path = cpu_build.ninja_build(f"ptx_emulator-{isa}{optimize}", objects, "libptx.so", ["-shared"])
+    path = cpu_build.ninja_build(f"ptx_emulator-{isa}", objects, "libptx.so", ["-shared"])
     library = ctypes.CDLL(str(path))
     library.ptx_forms.restype = ctypes.c_char_p
     library.ptx_warnings.restype = ctypes.c_char_p
