@@ -16,6 +16,7 @@ from fastbert.backends import cpu
 from fastbert.runtime import dispatch, loader
 from fastbert.testing import serving
 from tests.support import cpu_build
+from tests.support.cpu_checks import on_each_isa
 from tests.support.cpu_truth import randn
 from tests.support.hostile.custom_ops import OPS
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
@@ -187,17 +188,15 @@ def test_isa_from_the_environment(reports, value):
 
 
 def test_an_op_without_kernels_for_bf16_pairs_runs_those_for_avx512():
-    if _C.best_cpu_isa() != "avx512_bf16":
-        pytest.skip("this processor has no avx512_bf16")
-    before, results = _C.cpu_isa(), []
     x, weight = torch.randn(37, 100).bfloat16(), torch.randn(100)
-    for name in ("avx512", "avx512_bf16"):
-        _C.set_cpu_isa(name)
+
+    def results():
         y, _, mean, rstd = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
         grads = layer_norm_bwd(cpu, y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)
-        results.append((y, mean, rstd, *grads[:1], *grads[2:4]))
-    _C.set_cpu_isa(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        return y, mean, rstd, *grads[:1], *grads[2:4]
+
+    for a, b in zip(*on_each_isa(results, "avx512", "avx512_bf16"), strict=True):
+        assert torch.equal(a, b)
 
 
 needs_kernels = pytest.mark.skipif(

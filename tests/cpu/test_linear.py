@@ -15,11 +15,11 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.extension import DTYPE_CODES
-from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref, slope_ref
+from fastbert.ops.activation import ACTIVATIONS, CODES, GATE_CODES, activate_ref, slope_ref
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved, linear, panel_maker
 from fastbert.runtime import loader
 from tests.support import cpu_build
-from tests.support.cpu_checks import assert_same_on_any_threads
+from tests.support.cpu_checks import assert_same_on_any_threads, on_each_isa
 from tests.support.cpu_truth import (
     HALF,
     activation64,
@@ -45,18 +45,19 @@ def address(t):
     return 0 if t is None else t.data_ptr()
 
 
-def gradient(dy, pre, activation, with_dbias=True):
+def gradient(dy, pre, activation, with_dbias=True, gated=None):
     """(g, dbias) of the kernel itself: dbias in float32, before it is rounded to the storage dtype."""
-    (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
-    dbias = torch.full((columns,), float("nan")) if with_dbias else None
+    (rows, columns), g = dy.shape, torch.full_like(dy if gated is None else pre, float("nan"))
+    dbias = torch.full(g.shape[1:], float("nan")) if with_dbias else None
     given = DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), CODES[activation]
-    _C.cpu_linear_activation_bwd(*given, g.data_ptr(), address(dbias), torch.get_num_threads(), 0)
+    given += g.data_ptr(), address(dbias), torch.get_num_threads(), GATE_CODES[gated]
+    _C.cpu_linear_activation_bwd(*given)
     return g, dbias
 
 
-def gradients(dy, x, weight, pre, activation):
+def gradients(dy, x, weight, pre, activation, gated=None):
     """(dx, dweight, dbias) by our kernels. The backend leaves some of these products to PyTorch."""
-    g, dbias = gradient(dy, pre, activation)
+    g, dbias = gradient(dy, pre, activation, gated=gated)
     dx = launcher._product(g, weight, weight.shape[1])
     return dx, launcher._product(g.t(), x, x.shape[1]), dbias.to(dy.dtype)
 
@@ -428,18 +429,9 @@ def test_packed_for_another_weight_is_refused():
 
 
 def test_panels_serve_every_instruction_set():
-    if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
-        pytest.skip("needs two instruction sets")
-    before = _C.cpu_isa()
     for dtype in DTYPES:
-        weight, packed = randn(70, 100, dtype=dtype), []
-        try:
-            for name in ("avx2", "avx512"):
-                _C.set_cpu_isa(name)
-                packed.append(cpu.linear_panels(weight))
-        finally:
-            _C.set_cpu_isa(before)
-        assert_same_bits(*packed)
+        weight = randn(70, 100, dtype=dtype)
+        assert_same_bits(*on_each_isa(lambda weight=weight: cpu.linear_panels(weight), "avx2", "avx512"))
 
 
 # --- layouts, poison --------------------------------------------------------------------------------------
@@ -575,25 +567,29 @@ THREADED_SHAPES = ((333, 300, 700), (40, 901, 1500), (1000, 64, 130), (5, 400, 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", THREADED_SHAPES, ids=str)
-def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape):
-    check_threads(dtype, shape)
+@pytest.mark.parametrize(
+    ("shape", "gated"), [*((shape, None) for shape in THREADED_SHAPES), ((330, 200, 700), "first")], ids=str
+)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape, gated):
+    check_threads(dtype, shape, gated)
 
 
-def check_threads(dtype, shape):
+def check_threads(dtype, shape, gated=None):
     """Nor do results depend on the other rows."""
     rows, depth, columns = shape
-    shapes = ((rows, depth), (columns, depth), (rows, columns), (columns,))
+    out = columns if gated is None else 2 * columns
+    shapes = ((rows, depth), (out, depth), (rows, columns), (out,))
     x, weight, dy, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
 
     def call():
-        y, pre = cpu.linear_fwd(LinearInputs(x, weight, bias, "gelu", dy), True)
-        return y, pre, *gradients(dy, x, weight, pre, "gelu")
+        y, pre = cpu.linear_fwd(LinearInputs(x, weight, bias, "gelu", dy, gated), True)
+        return y, pre, *gradients(dy, x, weight, pre, "gelu", gated)
 
     assert_same_on_any_threads(call, repeats=25 if rows == 1000 else 0)
     y = call()[0]
     for begin, end in ((0, 1), (1, rows), (rows // 2, rows // 2 + 2)):
-        part = cpu.linear_fwd(LinearInputs(x[begin:end], weight, bias, "gelu", dy[begin:end]), False)[0]
+        given = LinearInputs(x[begin:end], weight, bias, "gelu", dy[begin:end], gated)
+        part = cpu.linear_fwd(given, False)[0]
         assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
 
 
@@ -601,37 +597,42 @@ def check_threads(dtype, shape):
 
 
 WIDE_SHAPES = ((1, 5, 3), (7, 257, 66), (37, 64, 130), (161, 300, 65), (330, 31, 200), (5, 2100, 7))
+WIDE_SHAPES += ((600, 20, 33),)
+EPILOGUES = pytest.mark.parametrize(
+    ("activation", "gated"), [(None, None), ("gelu", None), ("silu", "first")], ids=str
+)
 
 
-def check_a_wide_weight(dtype, shape, activation):
+def check_a_wide_weight(dtype, shape, activation, gated):
     """The bits of the rounded weight; its gradients before they are rounded."""
     rows, depth, columns = shape
-    x, wide = randn(rows, depth, dtype=dtype), strided_rows(columns, depth, torch.float32, 3, seed=1)[0]
+    out = columns if gated is None else 2 * columns
+    x, wide = randn(rows, depth, dtype=dtype), strided_rows(out, depth, torch.float32, 3, seed=1)[0]
     wide[0, 0] = 1e-41  # rounded, it is subnormal
-    weight, bias, dy = wide.to(dtype), randn(columns, seed=2), randn(rows, columns, dtype=dtype, seed=3)
+    weight, bias, dy = wide.to(dtype), randn(out, seed=2), randn(rows, columns, dtype=dtype, seed=3)
     assert not torch.equal(weight.float(), wide)
     (y, pre), (expected, pre_expected) = (
-        cpu.linear_fwd(LinearInputs(x, w, bias, activation), True) for w in (wide, weight)
+        cpu.linear_fwd(LinearInputs(x, w, bias, activation, gated=gated), True) for w in (wide, weight)
     )
     assert_same_bits(y, expected, "y")
     assert_same_bits(pre, pre_expected, "pre")
     pre = None if activation is None else pre
     found, rounded = (
-        cpu.linear_bwd(dy, LinearSaved(x, w, pre, activation), LinearNeeds()) for w in (wide, weight)
+        cpu.linear_bwd(dy, LinearSaved(x, w, pre, activation, gated), LinearNeeds()) for w in (wide, weight)
     )
     assert_same_bits(found[0], rounded[0], "dx")
     for name, a, b in zip(("dweight", "dbias"), found[1:], rounded[1:], strict=True):
         assert a.dtype == torch.float32
         assert_same_bits(a.to(dtype), b, name)
-    g = gradient(dy, pre, activation)[0].double()
+    g = gradient(dy, pre, activation, gated=gated)[0].double()
     assert_sums_to(found[1], g.T @ x.double(), g.abs().T @ x.double().abs(), "dweight")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
-@pytest.mark.parametrize("activation", (None, "gelu"))
-def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, guarded):
-    check_a_wide_weight(dtype, shape, activation)
+@EPILOGUES
+def test_a_wide_weight_is_rounded_as_it_is_read(isa, dtype, shape, activation, gated, guarded):
+    check_a_wide_weight(dtype, shape, activation, gated)
 
 
 def test_no_rows_of_a_wide_weight(isa, guarded):

@@ -16,6 +16,7 @@ from fastbert.backends.cpu import linear as launcher
 from fastbert.ops.linear import LinearInputs
 from fastbert.runtime import loader
 from tests.cpu.test_linear import (
+    EPILOGUES,
     SIZES,
     THREADED_SHAPES,
     WIDE_SHAPES,
@@ -51,9 +52,9 @@ def test_every_size(cut, guarded, threads):
 
 
 @pytest.mark.parametrize("shape", (*WIDE_SHAPES, (40, 515, 100)), ids=str)
-@pytest.mark.parametrize("activation", (None, "gelu"))
-def test_a_wide_weight_is_rounded_as_it_is_read(shape, activation, guarded):
-    check_a_wide_weight(BF16, shape, activation)
+@EPILOGUES
+def test_a_wide_weight_is_rounded_as_it_is_read(shape, activation, gated, guarded):
+    check_a_wide_weight(BF16, shape, activation, gated)
 
 
 def test_no_number_of_rows_makes_panels_of_the_whole_weight(monkeypatch):

@@ -10,11 +10,11 @@ import torch
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
-from fastbert.backends.extension import DTYPE_CODES
-from fastbert.ops.activation import ACTIVATIONS, CODES, GATE_CODES, GATES, halves, joined
+from fastbert.ops.activation import ACTIVATIONS, GATES, halves, joined
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import loader
-from tests.support.cpu_checks import assert_same_on_any_threads
+from tests.cpu.test_linear import gradient
+from tests.support.cpu_checks import on_each_isa
 from tests.support.cpu_truth import HALF, activation64, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -86,38 +86,6 @@ def test_every_size(every_isa, dtype, gated, guarded):
             assert_same_bits(saved, pre)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_wide_weight_is_rounded_as_it_is_read(every_isa, dtype, guarded):
-    for rows, depth, half in ((40, 515, 45), (9, 64, 32), (600, 20, 33)):
-        x, wide = randn(rows, depth, dtype=dtype), randn(2 * half, depth, seed=1)
-        bias = randn(2 * half, seed=2)
-        weight, narrow = wide.to(dtype), bias.to(dtype).float()
-        found = cpu.linear_fwd(LinearInputs(x, wide, narrow, "silu", gated="first"), True)
-        for a, e in zip(
-            found,
-            cpu.linear_fwd(LinearInputs(x, weight, bias.to(dtype), "silu", gated="first"), True),
-            strict=True,
-        ):
-            assert_same_bits(a, e)
-        dy, pre = randn(rows, half, dtype=dtype, seed=3), found[1]
-        grads = cpu.linear_bwd(dy, LinearSaved(x, wide, pre, "silu", "first"), LinearNeeds())
-        rounded = cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "silu", "first"), LinearNeeds())
-        assert [g.dtype for g in grads] == [dtype, torch.float32, torch.float32]
-        for a, e in zip(grads, rounded, strict=True):
-            assert_same_bits(a.to(dtype), e)
-
-
-def gradient(dy, pre, activation, gated, with_dbias=True):
-    """(g, dbias) of the kernel itself: dbias in float32, before it is rounded to the storage dtype."""
-    (rows, columns), g = dy.shape, torch.full_like(pre, math.nan)
-    dbias = torch.full((2 * columns,), math.nan) if with_dbias else None
-    _C.cpu_linear_activation_bwd(
-        *(DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), pre.data_ptr(), CODES[activation]),
-        *(g.data_ptr(), dbias.data_ptr() if with_dbias else 0, torch.get_num_threads(), GATE_CODES[gated]),
-    )
-    return g, dbias
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", GATES)
 def test_the_gradient(isa, activation, gated):
@@ -127,8 +95,8 @@ def test_the_gradient(isa, activation, gated):
             active, other = (t.double() for t in halves(pre, gated))
             act, slope = activation64(active, activation)
             truth = joined(dy.double() * other * slope, dy.double() * act, gated)
-            g, dbias = gradient(dy, pre, activation, gated)
-            assert_same_bits(gradient(dy, pre, activation, gated, False)[0], g)
+            g, dbias = gradient(dy, pre, activation, gated=gated)
+            assert_same_bits(gradient(dy, pre, activation, False, gated)[0], g)
             step = testing.rounding_step(truth, dtype) if dtype in HALF else 0.0
             size = joined((dy * halves(pre, gated)[1]).double().abs(), dy.double().abs(), gated)
             assert ((g.double() - truth).abs() <= step + 2**-19 * (truth.abs() + size)).all()
@@ -140,7 +108,7 @@ def test_the_gradient(isa, activation, gated):
 def test_backward_is_the_products_of_the_gradient(every_isa, rows, guarded):
     x, weight = randn(rows, 24), randn(90, 24, seed=1)
     dy, pre = randn(rows, 45, seed=2), randn(rows, 90, seed=3)
-    g, dbias = gradient(dy, pre, "gelu", "second")
+    g, dbias = gradient(dy, pre, "gelu", gated="second")
     found = cpu.linear_bwd(dy, LinearSaved(x, weight, pre, "gelu", "second"), LinearNeeds())
     for a, e in zip(found, (g.double() @ weight.double(), g.T.double() @ x.double(), dbias), strict=True):
         torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-4)
@@ -153,29 +121,14 @@ def test_backward_is_the_products_of_the_gradient(every_isa, rows, guarded):
         assert_same_bits(alone[i], found[i])
 
 
-def test_any_number_of_threads(threads):
-    x, weight, dy = randn(330, 200), randn(1400, 200, seed=1), randn(330, 700, seed=2)
-
-    def call():
-        y, pre = cpu.linear_fwd(LinearInputs(x, weight, weight[:, 0].contiguous(), "gelu", dy, "first"), True)
-        # dx and dweight are MKL's, which may add in another order on other threads
-        return y, pre, *gradient(dy, pre, "gelu", "first")
-
-    assert_same_on_any_threads(call, repeats=5)
-
-
 def test_panels_serve_every_instruction_set():
-    if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
-        pytest.skip("needs two instruction sets")
-    before = _C.cpu_isa()
     for dtype in DTYPES:
-        weight, packed = randn(90, 101, dtype=dtype), []
-        try:
-            for name in ("avx2", "avx512"):
-                _C.set_cpu_isa(name)
-                packed += [cpu.linear_panels(w, gated=True) for w in (weight, weight.t().contiguous().t())]
-        finally:
-            _C.set_cpu_isa(before)
+        weight = randn(90, 101, dtype=dtype)
+        packed = [
+            panels
+            for w in (weight, weight.t().contiguous().t())
+            for panels in on_each_isa(lambda w=w: cpu.linear_panels(w, gated=True), "avx2", "avx512")
+        ]
         for other in packed[1:]:
             assert_same_bits(other, packed[0])
         # a panel is 32 columns of each half, then zeros

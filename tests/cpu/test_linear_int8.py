@@ -17,7 +17,7 @@ from fastbert.ops.linear import linear, panel_maker
 from fastbert.ops.linear_int8 import LinearInt8Inputs, quantize_rows
 from fastbert.runtime import dispatch, loader
 from tests.support import cpu_build
-from tests.support.cpu_checks import assert_same_on_any_threads
+from tests.support.cpu_checks import assert_same_on_any_threads, on_each_isa
 from tests.support.cpu_fixtures import using_isa
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
@@ -379,13 +379,8 @@ def test_gates(isa, half, dtype):
 def test_layouts_differ_in_size_or_not_at_all(without_vnni):
     """The launcher knows from the size for which instruction set a weight was packed."""
     weights = [integers(out, depth) for depth in range(1, 20) for out in (1, 64, 130)]
-    before = _C.cpu_isa()
     for weight in weights:
-        packed = []
-        for name in ("avx2", "avx512"):
-            _C.set_cpu_isa(name)
-            packed.append(cpu.linear_int8_panels(weight))
-        _C.set_cpu_isa(before)
+        packed = on_each_isa(lambda weight=weight: cpu.linear_int8_panels(weight), "avx2", "avx512")
         ours = torch.empty(
             without_vnni.cpu_linear_int8_panels_size(*weight.t().shape, False), dtype=torch.uint8
         ).fill_(77)

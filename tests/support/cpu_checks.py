@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 from fastbert.runtime import loader
+from tests.support.cpu_fixtures import using_isa
 from tests.support.cpu_truth import assert_same_bits
+
+Result = TypeVar("Result")
+
+
+def on_each_isa(call: Callable[[], Result], *isas: str) -> list[Result]:
+    """What `call` returns under each of these instruction sets; skips where the processor lacks one."""
+    found = []
+    for isa in isas:
+        with contextlib.contextmanager(using_isa)(isa):
+            found.append(call())
+    return found
 
 
 def assert_same_on_any_threads(call: Callable[[], Iterable[torch.Tensor]], repeats: int = 0) -> None:

@@ -29,8 +29,10 @@ def using_isa(name):
         pytest.skip(f"this processor has no {name}")
     before = module.cpu_isa()
     module.set_cpu_isa(name)
-    yield name
-    module.set_cpu_isa(before)
+    try:
+        yield name
+    finally:
+        module.set_cpu_isa(before)
 
 
 @pytest.fixture(params=("avx2", "avx512"))
