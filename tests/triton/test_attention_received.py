@@ -14,7 +14,6 @@ from tests.support.triton_attention_inputs import at_strides, strided
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
-    assert_repeats,
     counted,
     fuzz_tests,
     kernels_of,
@@ -134,11 +133,6 @@ def test_scores_below_zero_and_a_scale_below_zero():
     inputs = inputs_of((33, 7), sharpness=8.0)
     flipped = inputs._replace(q=-inputs.q, softmax_scale=-inputs.softmax_scale)
     assert torch.equal(assert_right(inputs), assert_right(flipped))
-
-
-def test_bits_repeat_without_atomics(checked_memory):
-    inputs = inputs_of((150, 40), torch.bfloat16, headdim=64)
-    assert_repeats(checked_memory, lambda: [kernels.attention_received_fwd(inputs)])
 
 
 @pytest.mark.parametrize("sizes", [((0, 0), 3), ((0, 0), 0)], ids=str)

@@ -175,11 +175,6 @@ def test_norm_vectors_in_float32_beside_half_tables(dtype, which):
     assert_bit_equal(run(args | {which: args[which].float()}), run(args))
 
 
-def test_no_tokens(hidden):
-    saved = run(forward_args(0, hidden))
-    assert [tuple(t.shape) for t in saved] == [(0, hidden), (0, hidden), (0,), (0,)]
-
-
 # --- fuzz ---------------------------------------------------------------------------------------------------
 
 

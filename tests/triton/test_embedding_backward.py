@@ -243,11 +243,6 @@ def test_only_what_is_needed(name, alone, hidden):
     assert_right(arguments(19, hidden, dtype) | wanted(**needs))
 
 
-def test_no_tokens(hidden):
-    args = arguments(0, hidden)
-    assert_bit_equal(run(args), embedding_bwd(reference, *args.values()))
-
-
 @fuzz(10)
 @given(
     st.integers(1, 90),

@@ -249,6 +249,31 @@ def test_rows_with_gaps(op, gap, limits, monkeypatch):
     assert len(set(places)) == len(places)
 
 
+# launchers whose results have another meaning without rows have tests of their own
+NO_ROWS = [
+    pytest.param(op, limits, id=op + "-column_blocks" * bool(limits))
+    for op in LAUNCHERS
+    if op.partition("_")[0] not in ("cross", "first", "packing", "pooling")
+    for limits in dict.fromkeys(((), LIMITS.get(op, ())))
+]
+
+
+@pytest.mark.parametrize(("op", "limits"), NO_ROWS)
+def test_no_rows(op, limits, monkeypatch):
+    """Results have none either, and sums over the rows are 0."""
+    kernels, arguments, run, _ = LAUNCHERS[op]
+    for limit in limits:
+        monkeypatch.setattr(kernels, limit, 32)
+    args = arguments()
+    tensors = {n: t for n, t in args.items() if isinstance(t, torch.Tensor)}
+    rows = len(next(iter(tensors.values())))
+    none = {n: t[:0] for n, t in tensors.items() if len(t) == rows}
+    for a, full in zip(run(**args | none), run(**args), strict=True):
+        expected = full[:0] if len(full) == rows else full
+        assert (a.dtype, a.shape) == (expected.dtype, expected.shape)
+        assert not a.any()
+
+
 @pytest.mark.sweep
 @needs_lazy_memory
 @pytest.mark.parametrize(("op", "gap", "limits"), LAYOUTS, ids=LAYOUT_IDS)

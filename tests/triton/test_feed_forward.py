@@ -184,11 +184,6 @@ def test_nothing_is_launched_for_nothing(need_dbias, monkeypatch):
     assert (g.shape, dbias.shape) == ((5, 6), (6,) if need_dbias else (0,))
 
 
-def test_no_rows():
-    g, dbias = run(arguments(0, 5, 7))
-    assert (g.shape, dbias.tolist()) == ((0, 7), [0.0] * 7)
-
-
 @pytest.mark.sweep
 @fuzz(15)
 @given(

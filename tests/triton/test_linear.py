@@ -307,12 +307,6 @@ def test_what_forward_returns(activation, save, transport):
             torch.testing.assert_close(a, e)
 
 
-def test_no_rows():
-    args = forward_args(0, 40, 72)
-    y, pre = kernels.linear_fwd(*inputs_of(args))
-    assert tuple(y.shape) == tuple(pre.shape) == (0, 72)
-
-
 # --- configs ------------------------------------------------------------------------------------------------
 
 

@@ -165,12 +165,6 @@ def test_nothing_is_launched_or_stored_for_nothing(activation, need_g, need_dbia
     assert (g is args["dy"]) == (activation is None or not need_g)
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_no_rows(activation):
-    args = arguments(0, 5, 7, activation=activation)
-    assert_bit_equal(run(args), run(args, reference))
-
-
 @pytest.mark.sweep
 @fuzz(15)
 @given(

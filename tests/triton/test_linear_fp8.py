@@ -11,7 +11,7 @@ from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.ops.linear_fp8 import FP8, linear_fp8, linear_fp8_ref
 from fastbert.ops.linear_fp8 import rounded_rows as contract
 from fastbert.runtime import dispatch
-from tests.support.triton_fixtures import DEVICE, DTYPES, assert_repeats, counted, fuzz_tests, kernels_of
+from tests.support.triton_fixtures import DEVICE, DTYPES, counted, fuzz_tests, kernels_of
 
 kernels = kernels_of("linear_fp8")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -114,21 +114,6 @@ def test_rows_of_float32_have_the_exact_gelu_always(monkeypatch):
         monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", exact)
         steps.append(kernels.rounded_rows(x, "gelu")[1])
     assert torch.equal(*steps)
-
-
-def test_no_rows_and_rows_with_gaps():
-    x = rows_of(6, 40)
-    assert [t.shape for t in kernels.rounded_rows(x[:0])] == [(0, 40), (0, 1)]
-    q, step = (t.float() for t in kernels.rounded_rows(x))
-    for view, which in ((x[::2], [0, 2, 4]), (x[:1].expand(4, -1), [0, 0, 0, 0])):
-        found, its_step = kernels.rounded_rows(view)
-        assert torch.equal(found.float(), q[which])
-        assert torch.equal(its_step, step[which])
-
-
-def test_repeats_are_bit_equal(checked_memory):
-    x = rows_of(35, 70)
-    assert_repeats(checked_memory, lambda: [t.float() for t in kernels.rounded_rows(x, "gelu")])
 
 
 # --- the op -------------------------------------------------------------------------------------------------

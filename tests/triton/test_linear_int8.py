@@ -16,7 +16,7 @@ from fastbert.ops.linear_int8 import (
     quantize_rows,
 )
 from fastbert.runtime import dispatch
-from tests.support.triton_fixtures import DEVICE, DTYPES, assert_repeats, fuzz_tests, kernels_of
+from tests.support.triton_fixtures import DEVICE, DTYPES, fuzz_tests, kernels_of
 
 kernels = kernels_of("linear_int8")
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -181,19 +181,6 @@ def test_rows_in_floating_point_are_handed_on():
     with dispatch.use_backend(linear_int8="triton"):
         y = linear_int8(**args, float_rows=True)
     torch.testing.assert_close(y, linear_int8_ref(**args, float_rows=True))
-
-
-def test_no_rows_and_rows_with_gaps():
-    args = arguments(6, 40, 24)
-    assert product(**args | {"x": args["x"][:0]}).shape == (0, 24)
-    x = args["x"]
-    assert torch.equal(product(**args | {"x": x[::2]}), product(**args)[::2])
-    assert torch.equal(product(**args | {"x": x[:1].expand(4, -1)})[3], product(**args)[0])
-
-
-def test_repeats_are_bit_equal(checked_memory):
-    args = arguments(35, 70, 65, activation="gelu")
-    assert_repeats(checked_memory, lambda: [product(**args)])
 
 
 def test_tiles_by_rows():
