@@ -11,7 +11,7 @@ from fastbert.runtime import dispatch
 from fastbert.runtime.table import INFERENCE_ONLY, TABLE
 from tests.support.hostile.public_ops import FIXED, PUBLIC, TABLES
 from tests.support.inputs import name
-from tests.support.ops import LAYOUTS, serves
+from tests.support.ops import LAYOUTS, assert_compiled_is_eager, serves
 
 OPS = [
     op
@@ -167,3 +167,34 @@ def test_ops_for_inference_refuse_gradients(op):
         with torch.no_grad():
             PUBLIC[op].function(**base)
         leaf.requires_grad_(False)
+
+
+# operands with one row per token; linear_norm is never compiled
+ROWS = {op: names for op, names in LEADING.items() if op != "linear_norm"} | {
+    "cross_entropy": ("logits", "labels"),
+    "feed_forward, gated": ("x",),
+    "linear, gated": ("x", "residual"),
+    "linear_cross_entropy": ("x", "labels"),
+    "linear_distillation": ("x", "teacher_x"),
+    "rotary": ("x", "positions"),
+}
+
+
+@pytest.mark.sweep_of(*(op for op in ROWS if op not in ("cross_entropy", "linear")))
+@pytest.mark.parametrize("op", ROWS)
+def test_compiled_is_eager(op):
+    """Behind a producer that permutes."""
+    base = PUBLIC[op].args()
+    names = [n for n, t in base.items() if isinstance(t, torch.Tensor)]
+    trained = trainable(base) if op in TRAINED else ()
+
+    def step(*tensors):
+        given = dict(zip(names, tensors, strict=True))
+        permuted = {n: given[n].mT.contiguous().mT for n in ROWS[op] if given[n].dim() > 1}
+        return PUBLIC[op].function(**base | given | permuted)
+
+    def inputs_of(times):
+        rows = [torch.cat([base[n]] * times) if n in ROWS[op] else base[n] for n in names]
+        return [t.detach().requires_grad_(n in trained) for n, t in zip(names, rows, strict=True)]
+
+    assert_compiled_is_eager(step, inputs_of, (2, 3, 5))

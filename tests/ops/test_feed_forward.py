@@ -12,7 +12,7 @@ from fastbert.layers.dense_norm import feed_forward_norm
 from fastbert.ops import feed_forward as op
 from fastbert.ops.feed_forward import feed_forward, feed_forward_ref, pays
 from fastbert.runtime.table import HALF
-from tests.support.ops import DTYPES, assert_compiled_is_eager, pinned, served
+from tests.support.ops import DTYPES, pinned, served
 
 SERVED = served("feed_forward")
 
@@ -91,18 +91,6 @@ def test_autocast_casts_as_linear_does(dtype):
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
     grads = torch.autograd.grad(y.float().sum(), tensors)
     assert [g.dtype for g in grads] == [torch.float32] * 4
-
-
-def test_compiled_is_eager():
-    # none of the numbers of rows is the size of another dimension
-    for gated, inner in ((None, 7), ("first", 14)):
-        assert_compiled_is_eager(
-            lambda x, up, bias, down, gated=gated: (
-                3 * feed_forward(x.sin(), up, bias, down[:, :7], "gelu", gated)
-            ),
-            lambda rows, inner=inner: inputs(rows, inner=inner),
-            (5, 8, 13),
-        )
 
 
 # --- the layer's choice -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fastbert.ops.linear import LinearInputs, linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import LinearCase
 from tests.support.inputs import name, randn
-from tests.support.ops import DTYPES, HALF, assert_compiled_is_eager, pinned, served, serves
+from tests.support.ops import DTYPES, HALF, pinned, served, serves
 
 ALL = [None, *ACTIVATIONS]
 
@@ -105,18 +105,6 @@ def test_a_gate_is_what_pytorch_defines(backend, activation, gated):
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     for a, e in zip(*(torch.autograd.grad(t.sum(), (x, w, b)) for t in (y, expected)), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("activation", "gated"), [(None, None), ("gelu", None), ("gelu", "second")])
-def test_compiled_is_eager(activation, gated):
-    def step(x, w, b, r):
-        return linear(x.transpose(0, 1), w, b, activation, r, gated=gated)  # a producer that permutes
-
-    def inputs(tokens):
-        shapes = (6, tokens, 5), (4, 5), (4,), (tokens, 6, 2 if gated else 4)
-        return [randn(*s, grad=True) for s in shapes]
-
-    assert_compiled_is_eager(step, inputs)
 
 
 @pytest.mark.parametrize("autocast", HALF, ids=name)

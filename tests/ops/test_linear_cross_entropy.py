@@ -17,7 +17,6 @@ from tests.support.ops import (
     DTYPES,
     HALF,
     Largest,
-    assert_compiled_is_eager,
     assert_equal,
     backends,
     pinned,
@@ -54,19 +53,6 @@ def test_reference_is_what_pytorch_defines(smoothing):
     torch.testing.assert_close(
         linear_cross_entropy_ref(x, weight, bias, LABELS, IGNORE, smoothing),
         F.cross_entropy(F.linear(x, weight, bias), LABELS, label_smoothing=smoothing),
-    )
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("chunk_rows", [2, 100])
-def test_compiled_is_eager(chunk_rows):
-    def step(x, weight, bias, labels):
-        return 3 * linear_cross_entropy(
-            x.sin(), weight, bias, labels, label_smoothing=0.1, chunk_bytes=chunk(chunk_rows)
-        )
-
-    assert_compiled_is_eager(
-        step, lambda n: (*inputs(n), (torch.arange(n) % 6).where(torch.arange(n) != 1, IGNORE))
     )
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fastbert.ops.linear_distillation import linear_distillation, linear_distillation_ref
 from tests.support.inputs import name
-from tests.support.ops import DTYPES, HALF, Largest, assert_compiled_is_eager, pinned
+from tests.support.ops import DTYPES, HALF, Largest, pinned
 
 backend = pinned("linear_distillation")
 
@@ -50,26 +50,6 @@ def test_gradcheck(chunk_rows, bias):
         return linear_distillation(x, weight, b if bias else None, *given[3:], **options)
 
     assert torch.autograd.gradcheck(loss, given[: 2 + bias] + [None] * (not bias))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("chunk_rows", [2, 100])
-def test_compiled_is_eager(chunk_rows):
-    def step(x, *others):
-        return 3 * linear_distillation(x.sin(), *others, 2.0, chunk(chunk_rows))
-
-    assert_compiled_is_eager(step, inputs)
-
-
-def test_compiles_in_one_graph():
-    given = inputs()
-    compiled = torch.compile(linear_distillation, fullgraph=True, backend="aot_eager")
-    for a, e in zip(
-        gradients(compiled(*given, 2.0), given),
-        gradients(linear_distillation(*given, 2.0), given),
-        strict=True,
-    ):
-        assert torch.equal(a, e)
 
 
 # --- memory and chunks --------------------------------------------------------------------------------------

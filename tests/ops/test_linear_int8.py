@@ -16,7 +16,6 @@ from fastbert.runtime import dispatch
 from fastbert.runtime.table import TABLE
 from fastbert.testing.op_cases.linear_int8 import LinearInt8Case
 from tests.support.inputs import name
-from tests.support.ops import assert_compiled_is_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ALL = [None, *ACTIVATIONS]
@@ -267,17 +266,6 @@ def test_autocast_casts_as_linear_does(run, autocast):
     if serves(run.backend, torch.float64):
         with torch.autocast("cpu", autocast):
             assert linear_int8(x.double(), weight, scale).dtype == torch.float64
-
-
-@pytest.mark.parametrize(("gated", "float_rows"), [(None, False), ("second", False), (None, True)])
-def test_compiled_is_eager(gated, float_rows):
-    weight, scale = random_weight(10, 24)
-
-    def step(x, w, s, b):  # a producer that permutes
-        y = linear_int8(x.transpose(0, 1), w, s, b, "gelu", gated=gated, float_rows=float_rows)
-        return y.transpose(0, 1)
-
-    assert_compiled_is_eager(step, lambda tokens: (torch.randn(6, tokens, 24), weight, scale, torch.ones(10)))
 
 
 # --- packed weights -----------------------------------------------------------------------------------------
