@@ -92,10 +92,9 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    # what sees most comes first
     tests=(
-        "tests/ptx/test_cuda_linear_gated.py",
         "tests/ptx/test_cuda_linear.py",
+        "tests/ptx/test_cuda_linear_gated.py",
         *("-k", "not test_error_rule"),
     ),
     **IN_EMULATOR,

@@ -1,6 +1,7 @@
 """Fixtures of the tests of the PTX emulator, and of those that run CUDA kernels in it."""
 
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,19 @@ def emulated():
 
     with emulated_cuda() as emulation:
         yield emulation
+
+
+@pytest.fixture
+def linear(emulated):
+    """The launchers of linear, of its passes, and of the product between the two of feed_forward."""
+    from fastbert.backends.cuda import feed_forward
+    from fastbert.backends.cuda import linear as launchers
+
+    names = ("linear_fwd", "linear_fwd_with", "linear_bwd", "linear_bwd_with", "gradient")
+    own = {name: emulated.launcher(getattr(launchers, name)) for name in names}
+    between = ("inner_gradient", "feed_forward_bwd")
+    own |= {name: emulated.launcher(getattr(feed_forward, name)) for name in between}
+    return SimpleNamespace(**own)
 
 
 @pytest.fixture

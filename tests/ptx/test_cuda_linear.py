@@ -1,17 +1,19 @@
-"""csrc/cuda/linear*.cu as nvcc compiles them for sm_90a, with their host code, in the PTX emulator."""
+"""csrc/cuda/linear*.cu as nvcc compiles them for sm_90a, with their host code, in the PTX emulator.
+
+What only gated products have is in test_cuda_linear_gated.py.
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
 
 import pytest
 import torch
 
 from fastbert import testing
 from fastbert.backends import aten, cuda
-from fastbert.backends.cuda import feed_forward
 from fastbert.backends.cuda import linear as launchers
-from fastbert.ops.activation import ACTIVATIONS, activate_ref, slope_ref
+from fastbert.ops.activation import ACTIVATIONS, GATES, activate_ref, gradient_ref, halves, slope_ref
 from fastbert.ops.feed_forward import FeedForwardNeeds, FeedForwardSaved
 from fastbert.ops.linear import LinearInputs, LinearNeeds, LinearSaved
 from fastbert.runtime import dispatch
@@ -33,22 +35,6 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def linear(emulated):
-    """The launchers of linear, of its passes, and of the product between the two of feed_forward."""
-    names = ("linear_fwd", "linear_fwd_with", "linear_bwd", "linear_bwd_with", "gradient")
-    own = {name: emulated.launcher(getattr(launchers, name)) for name in names}
-    between = ("inner_gradient", "feed_forward_bwd")
-    own |= {name: emulated.launcher(getattr(feed_forward, name)) for name in between}
-    return SimpleNamespace(**own)
-
-
-@pytest.fixture
-def exact_gelu(monkeypatch):
-    """As with FASTBERT_EXACT_GELU=1."""
-    monkeypatch.setattr(launchers, "EXACT_GELU", True)
-
-
-@pytest.fixture
 def aten_follows(emulated, monkeypatch):
     """The next backend after `cuda` is `aten`."""
     for op in ("linear", "feed_forward"):
@@ -60,21 +46,36 @@ def aten_follows(emulated, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
-@pytest.mark.parametrize("plan", ((16, 1), (32, 2), (64, 1), (64, 3), (128, 1), (128, 2)), ids=str)
-def test_every_forward_tile(emulated, linear, plan, schedule):
-    """Integers, so that the result is exact; rows and columns past a tile, depth past the ring's slots."""
+@pytest.mark.parametrize("gated", (None, *GATES))
+@pytest.mark.parametrize("plan", ((16, 1), (32, 1), (32, 2), (64, 1), (64, 3), (128, 1), (128, 2)), ids=str)
+def test_every_forward_tile(emulated, linear, kernels_only, plan, gated, schedule):
+    """Integers, so that the result is exact; rows and columns past a tile, depth past the ring's slots.
+
+    The bias of activated columns is 128 higher, where activations but tanh return their argument.
+    """
     emulated.schedule = schedule
-    for dtype, emulated.seed in zip(HALF, (1, 2), strict=True):
-        rows, depth, out = plan[0] + 3, 296, 137
+    for dtype, columns, emulated.seed in ((BF16, 133, 1), (torch.float16, 72 if gated else 137, 2)):
+        rows, depth, out = plan[0] + 3, 296, columns if gated is None else 2 * columns
         x, weight = (whole_numbers(n, depth, dtype=dtype, most=1, seed=n) for n in (rows, out))
         bias = whole_numbers(out, dtype=dtype, most=1, seed=3)
-        residual = whole_numbers(rows, out, dtype=dtype, most=1, seed=4)
+        (bias if gated is None else halves(bias, gated)[0]).add_(128)
+        residual = whole_numbers(rows, columns, dtype=dtype, seed=4)
         z = x.float() @ weight.float().T + bias.float()
-        y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "relu", residual), True)
-        assert_same_values(y, (z.relu() + residual.float()).to(dtype))
-        assert_same_values(pre, z.to(dtype))
-        y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, residual=residual), False)
-        assert_same_values(y, (z + residual.float()).to(dtype))
+        truth = activate_ref(z, "relu", gated)
+        # in the epilogue, and in the pass that adds parts
+        for activation in ("gelu", "silu", "relu"):
+            given = LinearInputs(x, weight, bias, activation, gated=gated)
+            y, pre = linear.linear_fwd_with(plan, given._replace(residual=residual), True)
+            assert_same_values(pre, z.to(dtype))
+            assert_same_values(y, (truth + residual.float()).to(dtype))
+            y, none = linear.linear_fwd_with(plan, given, False)
+            assert_same_values(y, truth.to(dtype))
+            assert none.shape == (0,)
+        for activation in ("relu",) if gated else ("relu", None):
+            given = LinearInputs(x, weight, None, activation, residual, gated)
+            y, _ = linear.linear_fwd_with(plan, given, False)
+            truth = activate_ref(x.float() @ weight.float().T, activation, gated)
+            assert_same_values(y, (truth + residual.float()).to(dtype))
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
@@ -83,10 +84,13 @@ def test_a_block_with_a_multiprocessor_to_itself_has_a_longer_ring(emulated, lin
     """Few steps and many blocks have the short one; depth up to and past the longer one's slots."""
     emulated.schedule = schedule
 
-    def product(rows, depth, out, parts=1):
-        x, weight = (whole_numbers(n, depth, dtype=BF16, most=1, seed=n) for n in (rows, out))
-        y, _ = linear.linear_fwd_with((tile, parts), LinearInputs(x, weight), False)
-        assert_same_values(y, (x.float() @ weight.float().T).bfloat16())
+    def product(rows, depth, out, parts=1, gated=None):
+        columns = out if gated is None else 2 * out
+        x, weight = (whole_numbers(n, depth, dtype=BF16, most=1, seed=n) for n in (rows, columns))
+        given = LinearInputs(x, weight, activation=gated and "gelu", gated=gated)
+        y, _ = linear.linear_fwd_with((tile, parts), given, False)
+        if gated is None:
+            assert_same_values(y, (x.float() @ weight.float().T).bfloat16())
         # that of the product: with parts another one adds them
         return emulated.launches[-min(parts, 2)].shared_bytes // ((tile + 128) * 64 * 2)
 
@@ -99,6 +103,9 @@ def test_a_block_with_a_multiprocessor_to_itself_has_a_longer_ring(emulated, lin
         # 132 multiprocessors
         assert product(12 * tile, 256, 11 * 128) == slots
         assert product(12 * tile + 1, 256, 11 * 128) == 4
+        # a gated tile has 64 columns of the result
+        assert product(2 * tile, 64 * slots, 66 * 64, gated="first") == slots
+        assert product(2 * tile, 64 * slots, 66 * 64 + 1, gated="first") == 4
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
@@ -128,18 +135,24 @@ def test_error_rule(emulated, case, dtype):
 # --- activations and epilogues ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", (None, *ACTIVATIONS))
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [(None, None), *itertools.product(ACTIVATIONS, (None, *GATES))],
+)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("tile", (16, 64, 128))
-def test_every_activation(linear, kernels_only, tile, dtype, activation):
+def test_every_activation(linear, kernels_only, tile, dtype, activation, gated):
     """With bias, residual and pre, in one part and in two; cheap GELU by its own largest error."""
-    x, weight = randn(37, 136, dtype=dtype), randn(44, 136, dtype=dtype, seed=1) / 8
-    bias, residual = randn(44, dtype=dtype, seed=2), randn(37, 44, dtype=dtype, seed=3)
+    out = 44 if gated is None else 88
+    x, weight = randn(37, 136, dtype=dtype), randn(out, 136, dtype=dtype, seed=1) / 8
+    bias, residual = randn(out, dtype=dtype, seed=2), randn(37, 44, dtype=dtype, seed=3)
     z = x.double() @ weight.double().T + bias.double()
-    truth = activate_ref(z, activation) + residual.double()
+    truth = activate_ref(z, activation, gated) + residual.double()
     loose = 2e-3 * 2**20 if activation == "gelu" else 16
+    if gated:  # times the other half
+        loose *= halves(z, gated)[1].abs().max().item()
     for parts in (1, 2):
-        given = (tile, parts), LinearInputs(x, weight, bias, activation, residual)
+        given = (tile, parts), LinearInputs(x, weight, bias, activation, residual, gated)
         y, pre = linear.linear_fwd_with(*given, True)
         assert_rounds_to(y, truth, loose, "y")
         if activation:
@@ -150,20 +163,26 @@ def test_every_activation(linear, kernels_only, tile, dtype, activation):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("plan", ((128, 1), (64, 1), (16, 1), (64, 2)), ids=str)
-def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(linear, kernels_only, plan, dtype):
-    case = LinearCase(72, 128, 200, "gelu")
+@pytest.mark.parametrize("exact", (False, True))
+@pytest.mark.parametrize("gated", (None, "second"))
+@pytest.mark.parametrize("plan", ((128, 1), (64, 1), (32, 2), (16, 1), (64, 2)), ids=str)
+def test_gelu_obeys_the_error_rule_in_every_kernel(
+    linear, kernels_only, monkeypatch, plan, gated, exact, dtype
+):
+    monkeypatch.setattr(launchers, "EXACT_GELU", exact)
+    case = LinearCase(72, 128, 208, "gelu", gated=gated)
     inputs = case.inputs(dtype, "cpu")
     x, weight, bias = (inputs[k] for k in ("x", "weight", "bias"))
-    y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "gelu"), True)
+    y, pre = linear.linear_fwd_with(plan, LinearInputs(x, weight, bias, "gelu", gated=gated), True)
     truth = case.oracle(**{k: v if v is None else v.double() for k, v in inputs.items()})
     assert testing.error_rule.compare(y, case.eager(**inputs), truth, dtype)[-1] == ""
     assert_rounds_to(pre, x.double() @ weight.double().T + bias.double(), 16, "pre")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_exact_gelu_is_correctly_rounded(linear, exact_gelu, dtype):
+def test_exact_gelu_is_correctly_rounded(linear, monkeypatch, dtype):
     """By a product with the unit matrix, so that the activation's argument is known."""
+    monkeypatch.setattr(launchers, "EXACT_GELU", True)
     z = torch.linspace(-6, 6, 128 * 40).view(-1, 8).to(dtype)
     y, pre = linear.linear_fwd(LinearInputs(z, torch.eye(8, dtype=dtype), activation="gelu"), True)
     assert_same_bits(pre, z)
@@ -173,35 +192,38 @@ def test_exact_gelu_is_correctly_rounded(linear, exact_gelu, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("rows", (40, 300))
-def test_error_rule_of_exact_gelu(emulated, kernels_only, exact_gelu, rows, dtype):
+def test_error_rule_of_exact_gelu(emulated, kernels_only, monkeypatch, rows, dtype):
+    monkeypatch.setattr(launchers, "EXACT_GELU", True)
     rows = testing.run_case(LinearCase(rows, 64, 72, "gelu", residual=True), "cuda", dtype)
     assert [(r.quantity, r.reason) for r in rows if not r.passed] == []
 
 
-@pytest.mark.parametrize("tile", (16, 128))
-def test_many_tiles(linear, kernels_only, tile):
+@pytest.mark.parametrize(("tile", "gated"), ((16, None), (128, None), (16, "first")))
+def test_many_tiles(linear, kernels_only, tile, gated):
     """Groups of row tiles, the last one not full; several columns of tiles."""
-    rows = 20 * tile + 1
-    x, weight = whole_numbers(rows, 40, dtype=BF16, most=1), whole_numbers(257, 40, dtype=BF16, most=1)
-    y, _ = linear.linear_fwd_with((tile, 1), LinearInputs(x, weight), False)
-    assert_same_values(y, (x.float() @ weight.float().T).bfloat16())
+    rows, out = 20 * tile + 1, 257 if gated is None else 322
+    x, weight = whole_numbers(rows, 40, dtype=BF16, most=1), whole_numbers(out, 40, dtype=BF16, most=1)
+    given = LinearInputs(x, weight, activation=gated and "relu", gated=gated)
+    y, _ = linear.linear_fwd_with((tile, 1), given, False)
+    assert_same_values(y, activate_ref(x.float() @ weight.float().T, given.activation, gated).bfloat16())
 
 
 # --- backward -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", (None, "gelu"))
-def test_backward_makes_only_what_is_wanted(linear, kernels_only, activation):
+@pytest.mark.parametrize(("activation", "gated"), ((None, None), ("gelu", None), ("silu", "second")))
+def test_backward_makes_only_what_is_wanted(linear, kernels_only, activation, gated):
+    out = 24 if gated is None else 48
     dy, x, weight, pre = (
-        randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((20, 24), (20, 40), (24, 40), (20, 24)))
+        randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((20, 24), (20, 40), (out, 40), (20, out)))
     )
     pre = pre if activation else None
-    full = linear.linear_bwd(dy, LinearSaved(x, weight, pre, activation), LinearNeeds())
-    g = dy.double() * (slope_ref(pre.double(), activation) if activation else 1)
+    full = linear.linear_bwd(dy, LinearSaved(x, weight, pre, activation, gated), LinearNeeds())
+    g = gradient_ref(dy.double(), pre.double(), activation, gated) if activation else dy.double()
     for a, truth in zip(full, (g @ weight.double(), g.T @ x.double(), g.sum(0)), strict=True):
         assert (a.double() - truth).abs().max() < 0.02 * truth.abs().max()
     for need in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
-        saved = LinearSaved(x if need[1] else None, weight if need[0] else None, pre, activation)
+        saved = LinearSaved(x if need[1] else None, weight if need[0] else None, pre, activation, gated)
         for a, b, wanted in zip(linear.linear_bwd(dy, saved, LinearNeeds(*need)), full, need, strict=True):
             assert_same_bits(a, b if wanted else dy.new_empty(0))
 
@@ -250,16 +272,17 @@ def test_bias_gradient_of_many_rows(linear):
 
 
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (64, 2), (32, 1), (16, 1)), ids=str)
-@pytest.mark.parametrize("gap", (8, 16, 24))
-def test_rows_among_poison(linear, kernels_only, gap, plan):
+@pytest.mark.parametrize(("gap", "gated"), ((8, None), (16, None), (24, None), (8, "first")))
+def test_rows_among_poison(linear, kernels_only, gap, gated, plan):
     """NaN behind each row of x, weight and residual; rows of residual that are not aligned."""
-    x, weight, residual = (
-        strided_rows(rows, columns, BF16, space, seed=i)[0]
-        for i, (rows, columns, space) in enumerate(((35, 72, gap), (56, 72, gap), (35, 56, gap - 5)))
-    )
-    y, _ = linear.linear_fwd_with(plan, LinearInputs(x, weight, residual=residual), False)
-    assert_rounds_to(y, x.double() @ weight.double().T + residual.double(), 64)
-    if plan[0] >= 64:
+    sizes = (35, 72, gap), (56 if gated is None else 112, 72, gap), (35, 56, gap - 5)
+    x, weight, residual = (strided_rows(*size[:2], BF16, size[2], seed=i)[0] for i, size in enumerate(sizes))
+    given = LinearInputs(x, weight, None, gated and "silu", residual, gated)
+    y, _ = linear.linear_fwd_with(plan, given, False)
+    z = x.double() @ weight.double().T
+    scale = 64 if gated is None else 64 * z.abs().max().item()
+    assert_rounds_to(y, activate_ref(z, given.activation, gated) + residual.double(), scale)
+    if plan[0] >= 64 and gated is None:
         dy, plans = randn(35, 56, dtype=BF16, seed=3), ((plan[0], 1), (128, 1))
         dx, dweight, _ = linear.linear_bwd_with(
             plans, dy, LinearSaved(x, weight), LinearNeeds(True, True, False)
@@ -310,19 +333,22 @@ def test_what_is_not_finite_stays_in_its_row(linear, monkeypatch, dtype, activat
         assert (g[19] == 0).all()
 
 
+@pytest.mark.parametrize("gated", (None, "second"))
 @pytest.mark.parametrize("plan", ((16, 2), (64, 2), (128, 1), (128, 2)), ids=str)
-def test_every_schedule_returns_the_same_bits(emulated, linear, kernels_only, plan):
-    x, weight, pre, dy, inner = (
+def test_every_schedule_returns_the_same_bits(emulated, linear, kernels_only, plan, gated):
+    out = 72 if gated is None else 144
+    x, weight, residual, dy, inner = (
         randn(*s, dtype=BF16, seed=i)
-        for i, s in enumerate(((70, 264), (72, 264), (70, 72), (70, 72), (264, 72)))
+        for i, s in enumerate(((70, 264), (out, 264), (70, 72), (70, 72), (264, 72)))
     )
     first = None
     for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2)):
-        found = linear.linear_fwd_with(plan, LinearInputs(x, weight, activation="gelu", residual=pre), True)
+        given = LinearInputs(x, weight, None, "gelu", residual, gated)
+        y, pre = linear.linear_fwd_with(plan, given, True)
+        saved, plans = LinearSaved(x, weight, pre, "gelu", gated), (max(plan[0], 64), 1)
+        found = y, pre, *linear.linear_bwd_with((plans, (128, plan[1])), dy, saved, LinearNeeds())
         if plan[0] >= 64:
-            plans = (plan[0], 1), (128, plan[1])
-            found += linear.linear_bwd_with(plans, dy, LinearSaved(x, weight, pre, "gelu"), LinearNeeds())
-            found += linear.inner_gradient(x, inner, pre, "gelu", True, plan)
+            found += linear.inner_gradient(x, inner, residual, "gelu", True, plan)
         first = first or found
         for a, b in zip(found, first, strict=True):
             assert_same_bits(a, b)
@@ -342,11 +368,19 @@ def test_the_next_backend_takes_the_rest(linear, aten_follows, monkeypatch):
         (x, memory[515 : 515 + 10 * 32].view(10, 32)),
         (x[:, :28], weight[:, :28]),
     ):
-        y = linear.linear_fwd(LinearInputs(own_x, own_weight), False)[0]
-        assert_same_bits(y, own_x @ own_weight.T)
+        for given in (
+            LinearInputs(own_x, own_weight),
+            LinearInputs(own_x, own_weight, activation="gelu", gated="first"),
+        ):
+            found, expected = (m.linear_fwd(given, True) for m in (linear, aten))
+            for a, b in zip(found, expected, strict=True):
+                assert_same_bits(a, b)
     dy = memory[:60].view(6, 10)  # 10 is no multiple of 8
     grads = linear.linear_bwd(dy, LinearSaved(x, weight), LinearNeeds())
     for a, b in zip(grads, (dy @ weight, dy.T @ x, dy.sum(0)), strict=True):
+        assert_same_bits(a, b)
+    given = dy[:, :5], LinearSaved(x, weight, dy, "gelu", "first"), LinearNeeds()
+    for a, b in zip(linear.linear_bwd(*given), aten.linear_bwd(*given), strict=True):
         assert_same_bits(a, b)
     up, down, pre = memory[: 10 * 32].view(10, 32), memory[:320].view(32, 10), memory[:60].view(6, 10)
     args = x, FeedForwardSaved(x, up, down, pre, pre, "gelu"), FeedForwardNeeds(True, True, True, True)
@@ -362,15 +396,16 @@ def test_many_rows_go_on_where_our_products_are_slower(linear, aten_follows, mon
     x, weight, residual = (
         randn(*s, dtype=BF16, seed=i) for i, s in enumerate(((512, 16), (24, 16), (512, 24)))
     )
-    for activation in ("gelu", "relu", "silu"):
-        given = LinearInputs(x, weight, None, activation, residual), True
+    for activation, gated in (("gelu", None), ("relu", None), ("silu", None), ("gelu", "first")):
+        given = LinearInputs(x, weight, None, activation, residual[:, : 12 if gated else 24], gated), True
         for a, b in zip(linear.linear_fwd(*given), aten.linear_fwd(*given), strict=True):
             assert_same_bits(a, b)
     assert made == []
-    linear.linear_fwd(LinearInputs(x[:511], weight, activation="relu"), False)
+    for gated in (None, "first"):
+        linear.linear_fwd(LinearInputs(x[:511], weight, activation="relu", gated=gated), False)
     monkeypatch.setattr(launchers, "EXACT_GELU", True)
     linear.linear_fwd(LinearInputs(x, weight, activation="gelu"), False)
-    assert len(made) == 2
+    assert made == [launchers.FORWARD] * 3
 
 
 @pytest.mark.parametrize("activation", (None, "gelu"))
@@ -410,14 +445,16 @@ def test_the_gradient_between_is_a_pass_where_our_products_are_slower(linear, mo
     assert (g.double() - truth).abs().max() < 2**-8 * truth.abs().max()
 
 
-def test_no_rows(linear):
-    x, weight = torch.empty(0, 16, dtype=BF16), randn(24, 16, dtype=BF16)
-    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation="gelu"), True)
-    assert y.shape == pre.shape == (0, 24)
-    dx, dweight, dbias = linear.linear_bwd(y, LinearSaved(x, weight, pre, "gelu"), LinearNeeds())
-    assert dx.shape == (0, 16)
-    assert (dweight == 0).all()
-    assert (dbias == 0).all()
+@pytest.mark.parametrize("gated", (None, "first"))
+def test_no_rows(linear, gated):
+    x, weight = torch.empty(0, 16, dtype=BF16), randn(48, 16, dtype=BF16)
+    y, pre = linear.linear_fwd(LinearInputs(x, weight, activation="gelu", gated=gated), True)
+    assert (y.shape, pre.shape) == ((0, 24 if gated else 48), (0, 48))
+    saved = LinearSaved(x, weight, pre, "gelu", gated)
+    dx, dweight, dbias = linear.linear_bwd(y, saved, LinearNeeds())
+    assert (dx.shape, dweight.shape, dbias.shape) == ((0, 16), (48, 16), (48,))
+    assert not dweight.any()
+    assert not dbias.any()
 
 
 @pytest.mark.parametrize("multiprocessors", (1, 58, 132))
@@ -442,6 +479,9 @@ def test_plans(emulated, multiprocessors):
         assert plan(2, 768, 768, 16384, 132)[1] > 2
 
 
+GATED = {"columns": 8, "activation": 1, "gate": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
@@ -462,6 +502,13 @@ def test_plans(emulated, multiprocessors):
         ({"device": 1}, "device"),
         ({"rows": -1}, "expected rows >= 0"),
         ({"rows": 1 << 40, "depth": 8}, "less than 2\\*\\*31"),
+        (GATED | {"gate": 3}, "gate: expected code 0, 1 or 2, got 3"),
+        (GATED | {"activation": 0}, "gate: needs a forward product with an activation"),
+        (GATED | {"layout": 1}, "gate: needs a forward product"),
+        (GATED | {"slope_at": 16}, "gate: needs a forward product"),
+        (GATED | {"parts": 2}, "partial: an address"),
+        (GATED | {"activation": 3}, "partial: an address"),
+        (GATED | {"columns": 1 << 30, "depth": 8}, "less than 2\\*\\*31"),
     ),
     ids=str,
 )
