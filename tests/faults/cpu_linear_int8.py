@@ -75,6 +75,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/cpu/test_linear_int8.py",
+        "tests/ops/test_linear_int8.py",
         "tests/cpu/test_sanitizers.py::test_kernels_under_sanitizers[linear-address,undefined]",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",

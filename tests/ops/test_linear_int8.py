@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -15,6 +17,7 @@ from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, 
 from fastbert.runtime import dispatch
 from fastbert.runtime.table import TABLE
 from fastbert.testing.op_cases.linear_int8 import LinearInt8Case
+from tests.support.cpu_fixtures import available_isas, using_isa
 from tests.support.inputs import name
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -24,27 +27,32 @@ BACKENDS = [
     for b in TABLE["cpu"]["linear_int8"]
     if dispatch.unsupported_reason(b, "linear_int8", "cpu", None) is None
 ]
-# each backend as it is, and with panels where it has them
-WAYS = [(b, False) for b in BACKENDS] + [
-    (b, True) for b in BACKENDS if hasattr(dispatch.backend_module(b), "linear_int8_panels")
-]
+
+
+def ways():
+    """Each backend as it is, and with panels where it has them; C++ with each set of its kernels."""
+    for backend in BACKENDS:
+        sets = [isa for isa in available_isas() if isa != "avx512_bf16"] if backend == "cpu" else [""]
+        packs = hasattr(dispatch.backend_module(backend), "linear_int8_panels")
+        yield from itertools.product([backend], sets, ["", "packed"] if packs else [""])
 
 
 def serves(which, dtype):
     return dispatch.unsupported_reason(which, "linear_int8", "cpu", dtype) is None
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way[0] + ("-packed" if way[1] else ""))
+@pytest.fixture(params=ways(), ids=lambda way: "-".join(filter(None, way)))
 def run(request):
     """`linear_int8` pinned to a backend."""
-    which, with_packed = request.param
+    which, isa, with_packed = request.param
 
     def call(x, weight, scale, bias=None, activation=None, **rows):
         packed = panel_maker(x.device, x.dtype)(weight) if with_packed else None
         return linear_int8(x, weight, scale, bias, activation, packed, **rows)
 
     call.backend = which
-    with dispatch.use_backend(linear_int8=which):
+    kernels = contextlib.contextmanager(using_isa)(isa) if isa else contextlib.nullcontext()
+    with dispatch.use_backend(linear_int8=which), kernels:
         yield call
 
 
