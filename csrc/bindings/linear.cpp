@@ -204,39 +204,40 @@ std::int64_t cuda_partial(std::int64_t rows, std::int64_t columns, int parts, in
     return cuda_linear_partial(rows, columns, parts, activation_of(activation), exact, gate_of(gate));
 }
 
+// What every product reads, checked.
+LinearProduct product_of(int dtype, Layout layout, std::int64_t rows, std::int64_t columns,
+                         std::int64_t depth, Address a, std::int64_t a_stride, Address b,
+                         std::int64_t b_stride, int activation, bool exact, Address c, int gate) {
+    const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
+    LinearProduct args = {};
+    args.dtype = dtype_of(dtype);
+    args.layout = layout;
+    args.rows = rows, args.columns = columns, args.depth = depth;
+    args.a = pointer(a), args.a_stride = a_stride;
+    args.b = pointer(b), args.b_stride = b_stride;
+    args.activation = activation_of(activation), args.exact = exact;
+    args.c = pointer(c);
+    args.gate = gate_of(gate);
+    const bool turned_a = layout == Layout::kWeights, turned_b = layout != Layout::kForward;
+    check_rows("a", args.a, turned_a ? depth : rows, turned_a ? rows : depth, a_stride);
+    check_rows("b", args.b, turned_b ? depth : b_columns, turned_b ? b_columns : depth, b_stride);
+    check_given("c", args.c, rows);
+    return args;
+}
+
 void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                   Address a, std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
                   int activation, bool exact, Address residual, std::int64_t residual_stride,
                   Address slope_at, Address c, Address pre, Address sums, Address partial, int tile_rows,
                   int parts, int gate, int device, std::uintptr_t stream) {
-    const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
-    const LinearProduct args{dtype_of(dtype),
-                             layout_of(layout),
-                             rows,
-                             columns,
-                             depth,
-                             pointer(a),
-                             pointer(b),
-                             a_stride,
-                             b_stride,
-                             pointer(bias),
-                             activation_of(activation),
-                             exact,
-                             pointer(residual),
-                             residual_stride,
-                             pointer(slope_at),
-                             pointer(c),
-                             pointer(pre),
-                             pointer<float>(sums),
-                             pointer<float>(partial),
-                             tile_rows,
-                             parts,
-                             gate_of(gate)};
-    const bool turned_a = args.layout == Layout::kWeights, turned_b = args.layout != Layout::kForward;
-    check_rows("a", args.a, turned_a ? depth : rows, turned_a ? rows : depth, a_stride);
-    check_rows("b", args.b, turned_b ? depth : b_columns, turned_b ? b_columns : depth, b_stride);
+    LinearProduct args = product_of(dtype, layout_of(layout), rows, columns, depth, a, a_stride, b, b_stride,
+                                    activation, exact, c, gate);
+    args.bias = pointer(bias);
+    args.residual = pointer(residual), args.residual_stride = residual_stride;
+    args.slope_at = pointer(slope_at), args.pre = pointer(pre);
+    args.sums = pointer<float>(sums), args.partial = pointer<float>(partial);
+    args.tile_rows = tile_rows, args.parts = parts;
     if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
-    check_given("c", args.c, rows);
     run([&] { return cuda_linear_product(args, device, stream); });
 }
 
@@ -246,20 +247,9 @@ bool cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std
                          std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
                          int activation, bool exact, Address c, Address pre, int blocks, int gate, int device,
                          std::uintptr_t stream) {
-    const std::int64_t b_columns = check_gated(rows, columns, depth, gate);
-    LinearProduct args = {};
-    args.dtype = dtype_of(dtype);
-    args.layout = Layout::kForward;
-    args.rows = rows, args.columns = columns, args.depth = depth;
-    args.a = pointer(a), args.a_stride = a_stride;
-    args.b = pointer(b), args.b_stride = b_stride;
-    args.bias = pointer(bias);
-    args.activation = activation_of(activation), args.exact = exact;
-    args.c = pointer(c), args.pre = pointer(pre);
-    args.gate = gate_of(gate);
-    check_rows("a", args.a, rows, depth, a_stride);
-    check_rows("b", args.b, b_columns, depth, b_stride);
-    check_given("c", args.c, rows);
+    LinearProduct args = product_of(dtype, Layout::kForward, rows, columns, depth, a, a_stride, b, b_stride,
+                                    activation, exact, c, gate);
+    args.bias = pointer(bias), args.pre = pointer(pre);
     bool refused = false;
     run([&] { return kProduct(args, blocks, device, stream, refused); });
     return !refused;
@@ -270,19 +260,10 @@ bool cuda_slope_product(int dtype, std::int64_t rows, std::int64_t columns, std:
                         std::int64_t a_stride, Address b, std::int64_t b_stride, int activation, bool exact,
                         Address slope_at, Address c, Address sums, int blocks, int device,
                         std::uintptr_t stream) {
-    check_gated(rows, columns, depth, 0);
-    LinearProduct args = {};
-    args.dtype = dtype_of(dtype);
-    args.layout = Layout::kInputs;
-    args.rows = rows, args.columns = columns, args.depth = depth;
-    args.a = pointer(a), args.a_stride = a_stride;
-    args.b = pointer(b), args.b_stride = b_stride;
-    args.activation = activation_of(activation), args.exact = exact;
-    args.slope_at = pointer(slope_at), args.c = pointer(c), args.sums = pointer<float>(sums);
-    check_rows("a", args.a, rows, depth, a_stride);
-    check_rows("b", args.b, depth, columns, b_stride);
+    LinearProduct args = product_of(dtype, Layout::kInputs, rows, columns, depth, a, a_stride, b, b_stride,
+                                    activation, exact, c, 0);
+    args.slope_at = pointer(slope_at), args.sums = pointer<float>(sums);
     check_given("slope_at", args.slope_at, rows);
-    check_given("c", args.c, rows);
     bool refused = false;
     run([&] { return cuda_linear_hopper_product(args, blocks, device, stream, refused); });
     return !refused;

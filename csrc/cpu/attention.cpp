@@ -95,7 +95,6 @@ std::int64_t split_of(const Attention& args, std::int64_t seqlen, int threads) {
 }  // namespace
 
 const char* cpu_table_scores(const TableScores& args, int threads) {
-    if (threads < 1) return "threads: expected >= 1";
     const std::int64_t columns = table_columns(args), panels = panels_size(args.headdim, kPanel, false);
     const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2,
                        all = panel_count(args.table_rows, false);
@@ -123,7 +122,6 @@ const char* cpu_table_scores(const TableScores& args, int threads) {
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads, const Relative& relative) {
     const AttentionKernels* simd = kernels(args.dtype);
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
     const std::int64_t split = split_of(args, seqlen, threads);
@@ -144,7 +142,6 @@ const char* cpu_attention_bwd(const AttentionBwd& args, int threads, const Relat
                               const RelativeGrads& grads) {
     const AttentionKernels* simd = kernels(args.dtype);
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
     const std::vector<Task> tasks = cut(args, args.kv_heads, std::max<std::int64_t>(seqlen, 1));

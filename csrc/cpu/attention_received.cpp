@@ -13,34 +13,18 @@
 
 namespace fastbert {
 
-#if FASTBERT_X86
-namespace avx2 {
-extern const AttentionReceivedKernels attention_received_kernels;
-}
-namespace avx512 {
-extern const AttentionReceivedKernels attention_received_kernels;
-}
-#endif
+FASTBERT_KERNELS(AttentionReceivedKernels, attention_received_kernels)
 
 namespace {
 
 // With fewer products per call, waking a thread does not pay.
 constexpr std::int64_t kGrain = 1 << 20;
 
-const AttentionReceivedKernels* kernels() {
-#if FASTBERT_X86
-    return pick(&avx2::attention_received_kernels, &avx512::attention_received_kernels);
-#else
-    return nullptr;
-#endif
-}
-
 }  // namespace
 
 const char* cpu_attention_received(const AttentionReceived& args, int threads) {
     const AttentionReceivedKernels* const simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     std::int64_t longest = 0, pairs = 0;
     for (std::int64_t b = 0; b < args.batch; ++b) {
         const std::int64_t n = args.cu_seqlens[b + 1] - args.cu_seqlens[b];

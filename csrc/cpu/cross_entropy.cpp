@@ -11,27 +11,12 @@
 
 namespace fastbert {
 
-#if FASTBERT_X86
-namespace avx2 {
-extern const CrossEntropyKernels cross_entropy_kernels;
-}
-namespace avx512 {
-extern const CrossEntropyKernels cross_entropy_kernels;
-}
-#endif
+FASTBERT_KERNELS(CrossEntropyKernels, cross_entropy_kernels)
 
 namespace {
 
 // Elements per task. Rows without a label cost nothing, so tasks are small, to balance the threads.
 constexpr std::int64_t kGrain = 32768;
-
-const CrossEntropyKernels* kernels() {
-#if FASTBERT_X86
-    return pick(&avx2::cross_entropy_kernels, &avx512::cross_entropy_kernels);
-#else
-    return nullptr;
-#endif
-}
 
 template <class F>
 void for_rows(const CrossEntropy& args, int threads, const F& f) {
@@ -45,7 +30,6 @@ void for_rows(const CrossEntropy& args, int threads, const F& f) {
 const char* cpu_cross_entropy_fwd(const CrossEntropyFwd& args, int threads) {
     const CrossEntropyKernels* simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     const Workspace workspace(2 * std::max<std::int64_t>(1, args.rows));
     if (workspace.data() == nullptr) return kOutOfMemory;
     double* const losses = reinterpret_cast<double*>(workspace.data());
@@ -65,7 +49,6 @@ const char* cpu_cross_entropy_fwd(const CrossEntropyFwd& args, int threads) {
 const char* cpu_cross_entropy_bwd(const CrossEntropyBwd& args, int threads) {
     const CrossEntropyKernels* simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     const double factor =
         static_cast<double>(*args.dloss) / static_cast<double>(std::max<std::int64_t>(1, *args.count));
     const std::int64_t row_bytes = args.classes * (args.dtype == DType::kFloat32 ? 4 : 2);

@@ -16,27 +16,12 @@
 
 namespace fastbert {
 
-#if FASTBERT_X86
-namespace avx2 {
-extern const EmbeddingKernels embedding_kernels;
-}
-namespace avx512 {
-extern const EmbeddingKernels embedding_kernels;
-}
-#endif
+FASTBERT_KERNELS(EmbeddingKernels, embedding_kernels)
 
 namespace {
 
 // Columns per task if a table has too few rows to share out.
 constexpr std::int64_t kColumns = 64;
-
-const EmbeddingKernels* kernels() {
-#if FASTBERT_X86
-    return pick(&avx2::embedding_kernels, &avx512::embedding_kernels);
-#else
-    return nullptr;
-#endif
-}
 
 std::int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
@@ -83,7 +68,6 @@ void sum_table(const EmbeddingKernels* simd, const EmbeddingBwd& args, const Tab
 const char* cpu_embedding_fwd(const EmbeddingFwd& args, int threads) {
     const EmbeddingKernels* simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     if (args.tokens == 0) return nullptr;
     const std::int64_t hidden = args.hidden, width = padded(hidden);
     const Workspace workspace((2 + 2 * static_cast<std::int64_t>(threads)) * width);
@@ -102,7 +86,6 @@ const char* cpu_embedding_fwd(const EmbeddingFwd& args, int threads) {
 const char* cpu_embedding_bwd(const EmbeddingBwd& args, int threads) {
     const EmbeddingKernels* simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     const std::int64_t tokens = args.tokens, hidden = args.hidden, width = padded(hidden);
     const TableGrad* const tables[3] = {&args.word, &args.position, &args.segment};
     std::int64_t longest = 0;  // rows of the longest table wanted

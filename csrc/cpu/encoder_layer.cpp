@@ -269,7 +269,6 @@ std::int64_t cpu_encoder_layer_work(const EncoderLayer& layer, int threads) {
 
 const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
     if (layer.total == 0) return nullptr;
-    if (threads < 1) return "threads: expected >= 1";
     const bool held = has_open_team();
     if (!held) open_team(threads);
     const bool alone = is_alone();

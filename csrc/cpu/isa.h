@@ -42,4 +42,19 @@ const Kernels* pick(const Kernels* avx2, const Kernels* avx512, const Kernels* a
     }
 }
 
+// Defines kernels(), which picks the table `name` of an op's files *_simd.cpp.
+#if FASTBERT_X86
+#define FASTBERT_KERNELS(Kernels, name) \
+    namespace avx2 {                    \
+    extern const Kernels name;          \
+    }                                   \
+    namespace avx512 {                  \
+    extern const Kernels name;          \
+    }                                   \
+    static const Kernels* kernels() { return pick(&avx2::name, &avx512::name); }
+#else
+#define FASTBERT_KERNELS(Kernels, name) \
+    static const Kernels* kernels() { return nullptr; }
+#endif
+
 }  // namespace fastbert

@@ -13,22 +13,9 @@
 
 namespace fastbert {
 
-#if FASTBERT_X86
-namespace avx2 {
-extern const LayerNormKernels layer_norm_kernels;
-}
-namespace avx512 {
-extern const LayerNormKernels layer_norm_kernels;
-}
-#endif
+FASTBERT_KERNELS(LayerNormKernels, layer_norm_kernels)
 
-const LayerNormKernels* layer_norm_kernels() {
-#if FASTBERT_X86
-    return pick(&avx2::layer_norm_kernels, &avx512::layer_norm_kernels);
-#else
-    return nullptr;
-#endif
-}
+const LayerNormKernels* layer_norm_kernels() { return kernels(); }
 
 std::int64_t norm_rows_per_task(std::int64_t rows, std::int64_t hidden, int threads) {
     const std::int64_t grain = std::max<std::int64_t>(1, kNormGrain / hidden);
@@ -44,7 +31,6 @@ std::int64_t norm_rows_per_chunk(std::int64_t rows) {
 const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads) {
     const LayerNormKernels* simd = layer_norm_kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     if (args.rows == 0) return nullptr;
     const std::int64_t hidden = args.hidden, width = padded(hidden);
     const Workspace workspace((3 + 2 * static_cast<std::int64_t>(threads)) * width);
@@ -68,7 +54,6 @@ const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads) {
 const char* cpu_layer_norm_bwd(const LayerNormBwd& args, int threads) {
     const LayerNormKernels* simd = layer_norm_kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     const std::int64_t hidden = args.hidden, width = padded(hidden);
     const std::int64_t step = norm_rows_per_chunk(args.rows), chunks = (args.rows + step - 1) / step;
     const Workspace workspace((1 + 3 * chunks + threads) * width);

@@ -29,8 +29,6 @@ extern const LinearKernels linear_kernels;
 
 namespace {
 
-constexpr const char* kNoKernels =
-    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 // Rows per task: with a depth of 768 floats they fill a quarter of a 2 MB L2 cache. Twice as many where bf16
 // is not widened.
 constexpr std::int64_t kBlockRows = 160;
@@ -64,8 +62,7 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 const char* cpu_linear_panels(const ToPanels& args, int threads) {
     const LinearKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
-    if (threads < 1) return "threads: expected >= 1";
+    if (simd == nullptr) return kNoIsa;
     parallel_for(panel_count(args.columns, args.gated), args.columns * args.depth < kGrain ? 1 : threads,
                  [&](std::int64_t panel, int) { simd->make_panel(args, panel); });
     return nullptr;
@@ -73,8 +70,7 @@ const char* cpu_linear_panels(const ToPanels& args, int threads) {
 
 const char* cpu_linear_product(const Product& args, int threads) {
     const LinearKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
-    if (threads < 1) return "threads: expected >= 1";
+    if (simd == nullptr) return kNoIsa;
     if (args.rows == 0) return nullptr;
     const bool floats = args.dtype == DType::kFloat32 || args.wide_c;
     expect_writes(args.c, args.rows * args.columns * (floats ? 4 : 2));
@@ -134,8 +130,7 @@ const char* cpu_linear_product(const Product& args, int threads) {
 const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads) {
     keep_freed_pieces();
     const LinearKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
-    if (threads < 1) return "threads: expected >= 1";
+    if (simd == nullptr) return kNoIsa;
     const std::int64_t step = std::max<std::int64_t>(16, ceil_div(args.rows, 128));
     const std::int64_t halves = args.gate == Gate::kNone ? 1 : 2;
     const std::int64_t chunks = ceil_div(args.rows, step), columns = halves * args.columns;

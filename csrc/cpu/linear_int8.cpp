@@ -22,8 +22,6 @@ extern const LinearInt8Kernels linear_int8_kernels, linear_int8_vnni_kernels;
 
 namespace {
 
-constexpr const char* kNoKernels =
-    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 constexpr std::int64_t kBlockRows = 240;
 constexpr std::int64_t kGrain = 1 << 19;  // multiply-adds that pay for waking a thread
 
@@ -59,8 +57,7 @@ int int8_group() { return kernels() == nullptr ? 0 : kernels()->group; }
 
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads) {
     const LinearInt8Kernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
-    if (threads < 1) return "threads: expected >= 1";
+    if (simd == nullptr) return kNoIsa;
     const std::int64_t padded = padded_to_panels(args.columns, args.gated);
     auto* const sums =
         reinterpret_cast<std::int32_t*>(args.panels + padded * 4 * groups_of(args.depth, simd->group));
@@ -72,8 +69,7 @@ const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads) {
 
 const char* cpu_linear_int8(const ProductInt8& args, int threads) {
     const LinearInt8Kernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
-    if (threads < 1) return "threads: expected >= 1";
+    if (simd == nullptr) return kNoIsa;
     if (args.rows == 0) return nullptr;
     const bool gated = args.gate != Gate::kNone;
     const std::int64_t all_columns = gated ? 2 * args.columns : args.columns;

@@ -11,31 +11,11 @@
 
 namespace fastbert {
 
-#if FASTBERT_X86
-namespace avx2 {
-extern const RotaryKernels rotary_kernels;
-}
-namespace avx512 {
-extern const RotaryKernels rotary_kernels;
-}
-#endif
-
-namespace {
-
-const RotaryKernels* kernels() {
-#if FASTBERT_X86
-    return pick(&avx2::rotary_kernels, &avx512::rotary_kernels);
-#else
-    return nullptr;
-#endif
-}
-
-}  // namespace
+FASTBERT_KERNELS(RotaryKernels, rotary_kernels)
 
 const char* cpu_rotary(const Rotary& args, int threads) {
     const RotaryKernels* simd = kernels();
     if (simd == nullptr) return kNoIsa;
-    if (threads < 1) return "threads: expected >= 1";
     const std::int64_t width = args.heads * args.headdim, item = args.dtype == DType::kFloat32 ? 4 : 2;
     if (args.rows * width == 0) return nullptr;
     // In place the pages are there already.
