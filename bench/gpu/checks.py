@@ -185,7 +185,7 @@ def replayed_case(check: Check, unit: Unit) -> testing.Case:
 # ---- The checks ----
 
 
-def correctness(check: Check, unit: Unit) -> Iterator[None]:
+def correctness(check: Check, unit: Unit) -> None:
     for case in cases(check, unit):
         name = f"{unit.name}-{case.id}"
         with recorded(check, name), poisoned():
@@ -196,7 +196,7 @@ def correctness(check: Check, unit: Unit) -> Iterator[None]:
             facts = {"quantities": len(rows), "quantity": worst.quantity, "max_error": worst.max_error}
             facts |= {"eager_max_error": worst.eager_max_error, "op": unit.op, "backend": unit.backend}
             check.verdict(name, "; ".join(failed) or None, dtype=TAGS[unit.dtype], **facts)
-        yield
+        gc.collect()
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def evaluator(
     return lambda: testing.evaluate(case.call, case, inputs, None, backward, douts)
 
 
-def determinism(check: Check, unit: Unit) -> Iterator[None]:
+def determinism(check: Check, unit: Unit) -> None:
     case, repeats = one_case(check, unit), 3 if check.tiny else REPEATS
     with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
         backward = has_backward(unit.backend, unit.op)
@@ -245,7 +245,6 @@ def determinism(check: Check, unit: Unit) -> Iterator[None]:
         different = int((~same).sum())
         problem = f"{different} of {repeats} repeats differ from the first run" if different else None
         check.verdict(unit.name, problem, repeats=repeats, case=case.id, backward=backward)
-    yield
 
 
 def swapped(case: testing.Case, check: Check, unit: Unit, static: dict, seed: int) -> dict:
@@ -259,10 +258,10 @@ def swapped(case: testing.Case, check: Check, unit: Unit, static: dict, seed: in
     return evaluator(check, unit, case, static, False)()
 
 
-def graphs(check: Check, unit: Unit) -> Iterator[None]:
+def graphs(check: Check, unit: Unit) -> None:
     """Replays of a captured call."""
     if unit.backend is None:
-        yield from encoder_graphs(check, unit)
+        encoder_graphs(check, unit)
         return
     if check.tiny:
         check.row(unit.name, "skipped", "CUDA graphs need a GPU")
@@ -280,10 +279,9 @@ def graphs(check: Check, unit: Unit) -> Iterator[None]:
         different = int((~torch.stack(same)).sum())
         problem = f"{different} of {REPLAYS} replays differ from an eager call" if different else None
         check.verdict(unit.name, problem, replays=REPLAYS, case=case.id)
-    yield
 
 
-def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
+def encoder_graphs(check: Check, unit: Unit) -> None:
     """The whole encoder by fastbert.graphs: as without graphs, bit-equal each time, current weights."""
     from fastbert.graphs import recorder as recorders
     from fastbert.graphs.model import graph
@@ -317,10 +315,9 @@ def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
             problems.append(f"{worst:.3g} away from the model itself, {GRAPH_ERROR:.3g} allowed")
         facts = {"replays": graphed.replays, "graphs": len(graphed.graphs), "bytes_held": graphed.bytes_held}
         check.verdict(unit.name, "; ".join(problems) or None, relative_error=worst, **facts)
-    yield
 
 
-def stream(check: Check, unit: Unit) -> Iterator[None]:
+def stream(check: Check, unit: Unit) -> None:
     """The same bits on a stream of its own, where the inputs come late."""
     if check.tiny:
         check.row(unit.name, "skipped", "streams need a GPU")
@@ -349,7 +346,6 @@ def stream(check: Check, unit: Unit) -> Iterator[None]:
             torch.cuda.synchronize()
         problem = f"{different} of 5 runs on a side stream differ" if different else None
         check.verdict(unit.name, problem, case=case.id)
-    yield
 
 
 def encoder(check: Check, dtype: torch.dtype, model: workloads.Model | None = None):
@@ -384,7 +380,7 @@ def host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def memory(check: Check, unit: Unit) -> Iterator[None]:
+def memory(check: Check, unit: Unit) -> None:
     """After many batches of other lengths, memory is as large as before."""
     count, settled = (6, 2) if check.tiny else (LENGTHS, LENGTHS // 3)
     with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
@@ -405,10 +401,9 @@ def memory(check: Check, unit: Unit) -> Iterator[None]:
         problem = f"grew by {' and '.join(grown)}" if grown else None
         facts = {"lengths": count, "settled": settled, "device_growth": device, "host_growth": host}
         check.verdict(unit.name, problem, **facts)
-    yield
 
 
-def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
+def sanitizer(check: Check, unit: Unit) -> None:
     """compute-sanitizer over tiny cases, one tool after the other."""
     program = tools.program("compute-sanitizer", check.tiny)
     if not Path(program).is_file():
@@ -420,7 +415,6 @@ def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
             check.row(f"{check.name}-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
         check.row(f"{check.name}-{tool}", *tools.sanitized(program, tool, SANITIZED[check.name], seconds))
-        yield
 
 
 def tiny_cases() -> int:
@@ -462,7 +456,7 @@ def hopper_cases() -> int:
 
 # A check of the sanitizer -> what runs under it.
 SANITIZED = {"sanitizer": "tiny-cases", "sanitizer-hopper": "hopper-cases"}
-CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool], list[Unit]]]] = {
+CHECKS: dict[str, tuple[Callable[[Check, Unit], None], Callable[[bool], list[Unit]]]] = {
     "correctness": (correctness, lambda tiny: op_units(DTYPES[:1]) if tiny else shares(op_units(DTYPES))),
     "determinism": (determinism, lambda tiny: op_units(DTYPES[:1])),
     "graphs": (graphs, lambda tiny: [*encoder_units(), *op_units(DTYPES[:1])]),
@@ -487,8 +481,7 @@ def run_unit(check: Check, unit: Unit) -> None:
         if reason is not None:
             check.row(unit.name, "skipped", reason)
         else:
-            for _ in CHECKS[check.name][0](check, unit):
-                gc.collect()
+            CHECKS[check.name][0](check, unit)
     sys.stdout.flush()
     if bad:
         sys.exit(FAILED)
