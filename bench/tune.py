@@ -45,9 +45,8 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch
 
-from bench.gpu import tools
 from bench.lib.entries import KINDS, OPS, Task, candidates, heuristic, module_of, part_of, tasks
-from bench.lib.machine import describe
+from bench.lib.machine import describe, interpret
 from bench.lib.probe_steps import reason_of
 from bench.lib.report import Report, write_atomically
 from bench.lib.timing import interleave, rotations, synchronize
@@ -339,7 +338,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     begin = time.monotonic()
     tiny = args.device == "cpu"
     if tiny:
-        tools.interpret()
+        interpret()
     device = (
         torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     )

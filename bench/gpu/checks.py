@@ -42,7 +42,7 @@ from bench.gpu.engines import graph_of
 from bench.lib import lines, workloads
 from bench.lib.engines import config_of, encoder_of
 from bench.lib.kernels import poisoned
-from bench.lib.machine import describe
+from bench.lib.machine import describe, interpret
 from bench.lib.probe_steps import reason_of
 from bench.lib.report import Report
 from bench.lib.roofs import TAGS
@@ -536,7 +536,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.check == "hopper-cases":
         return hopper_cases()
     if args.device == "cpu":
-        tools.interpret()
+        interpret()
 
     def emit(row: dict) -> None:
         if args.json is not None:

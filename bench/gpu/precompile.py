@@ -31,6 +31,7 @@ import torch  # noqa: E402
 from bench.gpu import tools  # noqa: E402
 from bench.lib import training, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
+from bench.lib.machine import interpret  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 from fastbert.testing import error_rule, proving, speed  # noqa: E402
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     if args.device == "cpu":
-        tools.interpret()
+        interpret()
     command = [sys.executable, str(ROOT / "setup.py"), "build_ext", "--inplace"]
     building = subprocess.Popen(command, cwd=ROOT) if args.build else None
     cores = max(1, len(os.sched_getaffinity(0)) - (building is not None))

@@ -16,17 +16,6 @@ from typing import Any
 CHECKS = Path(__file__).resolve().with_name("checks.py")
 
 
-def interpret() -> None:
-    """Let Triton's kernels of this process run on the CPU."""
-    import torch
-
-    os.environ["TRITON_INTERPRET"] = "1"
-    from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
-
-    triton_interpreter.choose()
-    torch.set_num_threads(1)
-
-
 def in_processes(
     units: Iterable[Any],
     run: Callable[[Any], None],

@@ -1,4 +1,4 @@
-"""What machine a run was on, and which commit: the facts that every results file begins with."""
+"""What machine a run is on, and which commit: the facts that every results file begins with."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from bench.lib.timing import cache_bytes, memory_bytes
 from fastbert.runtime import loader
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def interpret() -> None:
+    """Let Triton's kernels of this process run on the CPU."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+
+    triton_interpreter.choose()
+    torch.set_num_threads(1)
 
 
 def read_clocks(device: torch.device) -> dict[str, str] | None:
