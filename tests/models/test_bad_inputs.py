@@ -388,6 +388,7 @@ FORWARD = [
     forward("neither", ValueError, r"input_ids, inputs_embeds: expected exactly one .*neither", ids=None),
     forward("both", ValueError, r"input_ids, inputs_embeds: expected exactly one .*both",
         inputs_embeds=torch.zeros(2, 6, 32)),
+    forward("ids-flat", ValueError, r"input_ids: expected shape \(batch, seqlen\), got \(6,\)", ids=IDS[0]),
     forward("embeds-width", ValueError,
         r"inputs_embeds: expected shape \(batch, seqlen, 32\), got \(2, 6, 33\)", ids=None,
         inputs_embeds=torch.zeros(2, 6, 33)),
