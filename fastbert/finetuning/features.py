@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -274,9 +273,7 @@ class NerFeatures(Ner):
 
 def _encoder(place: Path, device: torch.device | str) -> PreTrainedModel:
     """The encoder of a checkpoint, whose head is left out, in eval mode."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*left over")
-        return AutoModel.from_pretrained(place, dtype=torch.float32, device=device, add_pooling_layer=False)
+    return AutoModel.from_pretrained(place, dtype=torch.float32, device=device, add_pooling_layer=False)
 
 
 def _states(encoder: Any, windows: Encoded, layers: slice, dtype: torch.dtype, batch_tokens: int) -> Any:

@@ -63,7 +63,7 @@ def first_model(
         given["num_labels"] = labels
     with warnings.catch_warnings():
         # The new head is what is wanted
-        warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over|.*mismatch")
+        warnings.filterwarnings("ignore", message=".*freshly initialised")
         model = kind.from_pretrained(path, output_loading_info=False, **given)
     check_floats(model, path)
     if settings.random_init:

@@ -88,9 +88,7 @@ def _attach(model: PreTrainedModel, kind: Any, head: Head) -> None:
     sequences = bool(kind.reads_first_only)
     beside = None
     if head.beside is not None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
-            beside = AutoModel.from_pretrained(head.beside, dtype=torch.float32, add_pooling_layer=False)
+        beside = AutoModel.from_pretrained(head.beside, dtype=torch.float32, add_pooling_layer=False)
         if beside.config.model_type != model.config.model_type:
             raise ValueError(
                 f"beside: expected {model.config.model_type} as the model is, got {beside.config.model_type}"

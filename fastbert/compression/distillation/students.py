@@ -113,7 +113,7 @@ def teacher_of(recipe: Recipe, task: Task | None, place: Path, device: torch.dev
             raise ValueError(f"teacher: {type(model).__name__} has no scores of single tokens to learn from")
     else:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over")
+            warnings.filterwarnings("ignore", message=".*freshly initialised")
             model = kind.from_pretrained(place, device=device)
         if recipe.masks and model.load_report.missing:
             raise ValueError(f"teacher: {place} has no masked-LM head; expected a pre-trained model with one")
@@ -199,7 +199,7 @@ def _loaded(kind: Any, place: Path, teacher: Any) -> Any:
         model = first_model(kind, place, Settings(1.0, 1, 1, 3), names, len(names))
         return _with_classes(model, teacher)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*freshly initialised|.*left over|.*has no pooler")
+        warnings.filterwarnings("ignore", message=".*freshly initialised|.*has no pooler")
         return kind.from_pretrained(place, dtype=torch.float32)
 
 
