@@ -229,10 +229,18 @@ def test_what_it_saves_sentence_transformers_and_it_load(encoder, tmp_path, sett
 def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     encoder.save_pretrained(folder)
-    other = SentenceEncoder(encoder.model, encoder._tokenizer, pooling="cls", prompt="p: ", max_length=30)
+    given = {
+        "pooling": "cls",
+        "prompt": "p: ",
+        "prompts": {"default": "p: "},
+        "max_length": 30,
+        "segments": False,
+    }
+    other = SentenceEncoder(encoder.model, encoder._tokenizer, **given)
     other.save_pretrained(folder)
     again = SentenceEncoder.from_pretrained(folder, device="cpu")
-    assert (again.pooling, again.normalize, again.prompt, again.max_length) == ("cls", False, "p: ", 30)
+    assert {name: getattr(again, name) for name in given} == given
+    assert not again.normalize
     before = (folder / "tokenizer.json").read_bytes()
     monkeypatch.setattr(type(encoder.model), "save_pretrained", lambda *_: None)
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))

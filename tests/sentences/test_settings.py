@@ -31,6 +31,12 @@ def test_a_plain_directory(copy):
     assert sentence_settings(copy).max_length is None
 
 
+def test_a_length_beyond_the_positions_is_cut_to_them(copy):
+    rewrite(copy / "sentence_bert_config.json", max_seq_length=600)
+    assert sentence_settings(copy).max_length == 600
+    assert SentenceEncoder.from_pretrained(copy, device="cpu").max_length == 512
+
+
 def test_pooling_folder_without_modules_json(copy):
     (copy / "modules.json").unlink()
     rewrite(copy / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
