@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import fastbert
 from fastbert.cli.analyses.loading import model_of
 from fastbert.cli.main import main
+from fastbert.finetuning.run import COPIED, copy_files
 from fastbert.layers import float8
 from fastbert.layers.quantizing import kinds_of
 from fastbert.sentences.encoder import SentenceEncoder
@@ -49,6 +50,18 @@ def test_a_model_with_a_head(folder, tmp_path, capsys, texts, weights, embedding
     stored = sum(t.nbytes for t in load_file(tmp_path / "out" / "model.safetensors").values())
     assert f"-> {stored / 1e6:>14,.1f}" in said
     assert ("published, for comparison: Zafrir 2019" in said) == (weights == "int8")
+
+
+def test_each_file_beside_the_weights_is_copied(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    copy_files(source, target)
+    assert not any(target.iterdir())
+    for name in (*COPIED, "model.safetensors"):
+        (source / name).write_text(name)
+    copy_files(source, target)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {name: name for name in COPIED}
 
 
 def test_8_bit_floats_are_written_without_a_gpu(folder, tmp_path, capsys, texts, monkeypatch):
