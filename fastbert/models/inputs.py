@@ -186,9 +186,7 @@ class Inputs:
             )
         _, bias = masks_of(config, attention_mask, packed.batch, max_seqlen, home)
         if position_ids is None:
-            position_ids = packing.positions_of(cu_seqlens, total)[1]
-            if config.family.pad_positions:
-                position_ids = position_ids + config.first_position
+            position_ids = _packed_positions(config, input_ids, cu_seqlens, total)
         if token_type_ids is None and config.has_segments:
             token_type_ids = torch.zeros_like(position_ids)
         given = input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed
@@ -412,6 +410,22 @@ def _default_positions(
         real = input_ids.ne(start - 1).long()
         return real.cumsum(1) * real + (start - 1)
     return torch.arange(start, start + seqlen, device=device).expand(batch, seqlen)
+
+
+def _packed_positions(
+    config: EncoderConfig, input_ids: Tensor | None, cu_seqlens: Tensor, total: int
+) -> Tensor:
+    """`_default_positions` of packed tokens, (total,)."""
+    places, start = packing.positions_of(cu_seqlens, total)[1], config.first_position
+    if not config.family.pad_positions:
+        return places
+    # A text may have a padding token of its own ("<pad>")
+    real = None if input_ids is None else input_ids.ne(start - 1)
+    if real is None or (real.is_cpu and not torch.compiler.is_compiling() and bool(real.all())):
+        return places + start
+    counts = torch.nn.functional.pad(real.cumsum(0), (1, 0))
+    first = torch.arange(total, device=real.device) - places
+    return (counts[1:] - counts[first]) * real + (start - 1)
 
 
 def _last_position(
