@@ -106,7 +106,7 @@ class Embedder(TextModel):
         return self._results(given, prompt, forward, batch_tokens, batch_size, on_long, progress, finite)
 
     def encode_query(self, sentences: Sequence[Text] | Text, **options: Any) -> Any:
-        """`encode` with the prompt "query", if the directory has one and `options` name no other."""
+        """`encode` with the prompt "query", or none if there is no such prompt; `options` may name another."""
         return self._encode_as(("query",), sentences, options)
 
     def encode_document(self, sentences: Sequence[Text] | Text, **options: Any) -> Any:
@@ -115,7 +115,8 @@ class Embedder(TextModel):
 
     def _encode_as(self, names: Sequence[str], sentences: Any, options: dict[str, Any]) -> Any:
         if options.get("prompt") is None and options.get("prompt_name") is None:
-            options = {**options, "prompt_name": next((n for n in names if n in self.prompts), None)}
+            # Never the default prompt, as in sentence-transformers
+            options = {**options, "prompt": next((self.prompts[n] for n in names if n in self.prompts), "")}
         return self.encode(sentences, **options)
 
     def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> torch.Tensor:

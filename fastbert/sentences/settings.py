@@ -269,8 +269,9 @@ def _module_folder(modules_path: Path, place: int, name: object) -> str:
 def prompt_settings(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """(default prompt, name -> prompt) in the content of config_sentence_transformers.json."""
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ValueError(f"{path}: prompts: expected an object of texts")
+    prompts = {key: text or "" for key, text in prompts.items()}
     if name is not None and name not in [*prompts]:
         raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
     return "" if name is None else prompts[name], prompts

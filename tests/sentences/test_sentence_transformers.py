@@ -185,6 +185,11 @@ def test_prompts_by_name(copy, stock):
     again = SentenceEncoder.from_pretrained(copy.parent / "again", device="cpu")
     assert (again.prompt, again.prompts) == (one.prompt, one.prompts)
     assert sentence_settings(copy, prompt="").prompt == ""
+    rewrite(path, prompts={"query": None, "other": "see: "}, default_prompt_name="other")
+    one = SentenceEncoder.from_pretrained(copy, device="cpu")
+    theirs = type(stock)(str(copy), device="cpu")
+    for method in ("encode", "encode_query", "encode_document"):
+        assert np.abs(getattr(one, method)("a") - getattr(theirs, method)("a")).max() < 1e-5, method
     rewrite(path, prompts={"query": 3})
     with pytest.raises(ValueError, match="prompts: expected an object of texts"):
         sentence_settings(copy)
