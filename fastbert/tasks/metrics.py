@@ -68,6 +68,8 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
     x, y = (side - side.mean() for side in (x, y))
+    # Their squares may overflow, or be 0
+    x, y = (side / abs(side).max() for side in (x, y))
     return float(np.clip(x / np.linalg.norm(x) @ (y / np.linalg.norm(y)), -1, 1))
 
 

@@ -51,6 +51,8 @@ def test_a_constant_has_a_correlation_of_zero():
     # The products of rounded numbers add up to more than 1
     numbers = [0.3 * i for i in range(7)]
     assert metrics.pearson(numbers, numbers) == 1.0
+    for size in (1e-200, 1e200):
+        assert metrics.pearson([size * x for x in (1, 2, 4)], [1, 2, 4]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
