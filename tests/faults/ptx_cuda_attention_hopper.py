@@ -77,6 +77,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
+        "tests/ptx/test_cuda_attention_hopper.py",
         "tests/ptx/test_cuda_attention.py",
         "-k",
         "hopper and not error_rule and not gradients and not (test_lengths and torch.float16)",

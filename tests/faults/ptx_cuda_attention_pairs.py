@@ -32,4 +32,12 @@ FAULTS = (
     _fault("blocks of heads of 64 suffice", "total * nheads * headdim >= kRows * Tile::kColumns * multiprocessors", "total * nheads * 64 >= kRows * Tile::kColumns * multiprocessors", _HOST),
 )  # fmt: skip
 
-SUITE = Suite(faults=FAULTS, tests=("tests/ptx/test_cuda_attention_pairs.py",), **IN_EMULATOR)
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/ptx/test_cuda_attention_hopper.py",
+        "tests/ptx/test_cuda_attention.py",
+        *("-k", "hopper and (pairs or 32)"),
+    ),
+    **IN_EMULATOR,
+)

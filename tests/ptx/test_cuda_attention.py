@@ -15,7 +15,6 @@ from fastbert.backends.cuda import device
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention_inputs import CAUSAL, Window
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases import attention as attention_cases
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 from tests.support.attention_calls import (
     HALF,
@@ -33,6 +32,7 @@ from tests.support.cpu_truth import assert_same_bits, randn
 pytestmark = pytest.mark.filterwarnings("error::tests.ptx.emulator.ProxyWarning")
 
 TIGHT = (1e-5, 1e-6)  # of sums of float32: relative to their terms, absolute
+HEADS = pytest.mark.parametrize(("nheads", "headdim"), ((2, 64), (3, 32)))  # sm_90a pairs heads of 32
 KINDS = ((torch.bfloat16, 0.0), (torch.float16, 0.25), (torch.float32, 0.0))  # dtype, dropout_p
 NAMES = ["dtype", "batch", "nheads", "headdim", "total", "max_seqlen", "kv_heads", "cu_seqlens"]
 NAMES += [f"{t}{n}" for t in "qkv" for n in ("", "_row", "_head")]
@@ -81,7 +81,7 @@ def forward(emulated, kernels_only, monkeypatch):
 
 @pytest.fixture
 def hopper(emulated):
-    """The kernel for sm_90a: heads of 64, no bias."""
+    """The kernel for sm_90a: heads of 64, or of 32 without dropout, no bias."""
     return running(emulated, hopper=True)
 
 
@@ -137,10 +137,10 @@ def test_every_kernel(emulated, forward, schedule):
 
 
 # A sequence of sm_90a has a second walk over its keys.
-@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize(("nheads", "headdim", "p"), ((1, 64, 0.0), (1, 64, 0.25), (3, 32, 0.0)))
 @pytest.mark.parametrize("lengths", ((300, 66), (450,)), ids=str)
-def test_every_order_of_warps_gives_the_same_bits(emulated, each, lengths, p):
-    inputs, found = made(lengths, 1, 64, p=p), []
+def test_every_order_of_warps_gives_the_same_bits(emulated, each, lengths, nheads, headdim, p):
+    inputs, found = made(lengths, nheads, headdim, p=p), []
     for emulated.schedule, emulated.seed in (("late", 0), ("early", 1), ("late", 2), ("early", 3)):
         found.append(each(inputs))
     for other in found[1:]:
@@ -161,29 +161,6 @@ def test_lengths(forward, lengths, dtype, p, headdim):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "p", "schedule"),
-    ((torch.bfloat16, 0.0, "late"), (torch.bfloat16, 0.25, "early"), (torch.float16, 0.25, "late")),
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "lengths",
-    (
-        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 430, 512, 570)),
-        (0, 1, 0),
-        (127, 128, 129),
-        (2, 0, 64, 0, 63, 65),
-        (191, 192, 193),
-    ),
-    ids=str,
-)
-def test_lengths_of_hopper(emulated, hopper, lengths, dtype, p, schedule):
-    """Tiles with a rest, rings that turn once and twice, also for one group alone."""
-    emulated.schedule, emulated.seed = schedule, len(lengths)
-    nheads = 2 if sum(lengths) < 200 else 1
-    check_forward(hopper, made(lengths, nheads, 64, dtype, p=p, capacity=1, slack=1), TIGHT)
-
-
-@pytest.mark.parametrize(
     ("each", "count"),
     [("sm_80", n) for n in (31, 32, 33, 1023, 1024, 1100)]
     + [("hopper", n) for n in (31, 126, 127, 128, 300)]
@@ -197,10 +174,11 @@ def test_many_sequences(each, count):
     check_forward(each, made(lengths, 1, 64, capacity=3), TIGHT)
 
 
-@pytest.mark.parametrize("capacity", (1, 127, 128, 129, 300))
-def test_rows_after_the_last_sequence_are_zero(each, capacity):
-    for lengths in ((), (0,), (127,), (128,), (1, 0)):
-        check_forward(each, made(lengths, 2, 64, capacity=capacity, slack=1), TIGHT)
+@HEADS
+@pytest.mark.parametrize("capacity", (1, 63, 64, 65, 127, 128, 129, 300))
+def test_rows_after_the_last_sequence_are_zero(each, capacity, nheads, headdim):
+    for lengths in ((), (0,), (64,), (127,), (128,), (1, 0)):
+        check_forward(each, made(lengths, nheads, headdim, capacity=capacity, slack=1), TIGHT)
 
 
 @pytest.mark.parametrize("remainder", (0, 1, 31))
@@ -266,13 +244,6 @@ def test_scales(forward, scale, dtype, p):
     check_forward(forward, made((65, 70), 2, 32, dtype, p=p, softmax_scale=scale, causal=p > 0))
 
 
-@pytest.mark.parametrize("gate", (None, (1.5, -0.25)))
-@pytest.mark.parametrize("scale", (0.125, 1.0))
-def test_scale_and_gate_of_hopper(hopper, scale, gate):
-    gate = None if gate is None else torch.tensor(gate)
-    check_forward(hopper, made((130, 20), 2, 64, softmax_scale=scale, gate=gate), TIGHT)
-
-
 @pytest.mark.parametrize("step", (0.5, 4.0, 30.0, 2000.0, -4.0, -2000.0))
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
@@ -287,23 +258,6 @@ def test_scores_that_grow_from_tile_to_tile(forward, step, bias, dtype):
     q[:, 0, 1], k[:, 0, 1] = torch.rand(2, 330, generator=g).half()
     k[:, 0, 0] = torch.arange(330).div(64, rounding_mode="floor") * step
     check_forward(forward, inputs._replace(q=q, k=k, bias=torch.zeros(1, 1, 1, 330) if bias else None))
-
-
-@pytest.mark.parametrize("half", (0, 1, None))
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-def test_maxima_that_grow_in_hopper(hopper, dtype, half):
-    """Scores that grow from tile to tile in some rows, fall in others, and once jump by thousands.
-
-    In all rows, or in those alone that are a lane's first or its second one.
-    """
-    inputs = made((330,), 1, 64, dtype)
-    q, k = (torch.zeros(330, 1, 64, dtype=dtype) for _ in range(2))
-    q[:, 0, 0] = torch.linspace(-8, 8, 330)
-    if half is not None:
-        q[torch.arange(330) // 8 % 2 != half] = 0.0
-    k[:, 0, 0] = torch.arange(330) // 64 * 8.0
-    k[200, 0, 0] = 3000.0
-    check_forward(hopper, inputs._replace(q=q, k=k), TIGHT)
 
 
 def test_scores_of_minus_infinity(each):
@@ -363,31 +317,24 @@ def test_nothing_outside_a_sequence_gets_in(forward, poison, dtype, p, causal):
         check_neighbours(forward, inputs, poison, bias)
 
 
-@pytest.mark.parametrize("poison", (math.nan, math.inf, -math.inf, 3e4))
-@pytest.mark.parametrize("p", (0.0, 0.25))
-@pytest.mark.parametrize("lengths", ((40, 66), (64, 1, 200), (129, 63), (261, 10)), ids=str)
-def test_nothing_outside_a_sequence_gets_into_hopper(hopper, lengths, p, poison):
-    """Tiles reach into the sequence behind. Maxima of its queries, in the same warp, follow by themselves."""
-    check_neighbours(hopper, made(lengths, 2, 64, p=p, capacity=2), poison)
-
-
-def test_a_nan_stays_in_its_rows(each):
-    inputs = made((66, 66), 2, 64)
+@HEADS
+@pytest.mark.parametrize("name", "qkv")
+def test_a_nan_stays_in_its_rows(each, nheads, headdim, name):
+    """And in its head, also where another's keys and values are in the same tiles."""
+    inputs = made((200, 9), nheads, headdim)
     clean = each(inputs)
-    q, k = inputs.q.clone(), inputs.k.clone()
-    q[70, 0, 3] = math.nan
-    out, lse, _ = each(inputs._replace(q=q))
-    assert out[70, 0].isnan().all()
-    assert lse[0, 70].isnan()
-    out[70, 0], lse[0, 70] = clean[0][70, 0], clean[1][0, 70]
-    assert torch.equal(out, clean[0])
-    assert torch.equal(lse, clean[1])
-    k[3, 1, 0] = math.nan
-    out, lse, _ = each(inputs._replace(k=k))
-    assert out[:66, 1].isnan().all()
-    assert lse[1, :66].isnan().all()
-    assert torch.equal(out[66:], clean[0][66:])
-    assert torch.equal(out[:, 0], clean[0][:, 0])
+    for head in range(nheads):
+        dirty = inputs._replace(**{name: getattr(inputs, name).clone()})
+        getattr(dirty, name)[5, head] = math.nan
+        out, lse, _ = each(dirty)
+        rows = slice(5, 6) if name == "q" else slice(200)
+        assert out[rows, head].isnan().all()
+        out[rows, head] = clean[0][rows, head]
+        if name != "v":
+            assert lse[head, rows].isnan().all()
+            lse[head, rows] = clean[1][head, rows]
+        assert_same_bits(out, clean[0])
+        assert_same_bits(lse, clean[1])
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -403,8 +350,9 @@ def test_strides(forward, dtype):
         assert_same_bits(a, b)
 
 
-def test_a_sequence_does_not_depend_on_its_batch(each):
-    inputs = made((70, 140, 9), 2, 64)
+@HEADS
+def test_a_sequence_does_not_depend_on_its_batch(each, nheads, headdim):
+    inputs = made((70, 140, 9), nheads, headdim)
     out, lse, _ = each(inputs)
     for start, n in sequences(inputs):
         rows = slice(start, start + n)
@@ -466,12 +414,6 @@ def test_windows(typed, window, p):
     for a, b in zip(run(inputs)[:2], clean[:2], strict=True):
         a, b = (t if t.dim() == 3 else t.t() for t in (a, b))
         assert_same_bits(a[rest].contiguous(), b[rest].contiguous())
-
-
-@pytest.mark.parametrize("p", (0.0, 0.25))
-def test_a_causal_mask_of_hopper(hopper, p):
-    """Without shared heads, which choose the same kernel."""
-    check_forward(hopper, made((250, 3, 70, 64, 129), 2, 64, p=p, causal=True), TIGHT)
 
 
 def test_windows_of_more_tiles_than_the_rings_have(typed):
@@ -582,98 +524,9 @@ def test_the_entry_points(request, emulated, both):
     assert_same_bits(out, both(inputs)[0])
 
 
-# --- the kernel for sm_90a ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def served(emulated, monkeypatch):
-    """Every call goes to the kernel that may."""
-    monkeypatch.setattr(launchers, "hopper_serves", launchers.hopper_reads)
-    yield
-    assert any("attention_hopper" in launch.kernel for launch in emulated.launches)
-
-
-@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-@pytest.mark.parametrize(
-    "case",
-    [
-        c
-        for c in (*CASES, *attention_cases.ON_GPU)
-        if c.headdim == 64 and not (c.probs or c.bias or c.relative) and sum(c.lengths) * c.nheads < 12_000
-    ],
-    ids=repr,
-)
-def test_error_rule_of_hopper(served, case, dtype):
-    """As a self-check on a GPU runs it."""
-    assert broken_rules(case, dtype, backward=False) == []
-
-
-def test_gradients_use_what_hopper_saves(served):
-    case = AttentionCase((140, 19), 2, 64, dropout_p=0.25, packed_qkv=True)
-    assert broken_rules(case, torch.bfloat16) == []
-
-
-def test_which_calls_hopper_serves(emulated, monkeypatch):
-    inputs = made((128, 128), 2, 64)
-    serves = launchers.hopper_serves
-    monkeypatch.setattr(device, "multiprocessors", lambda _: 4)
-    assert serves(inputs)
-    assert serves(inputs._replace(gate=torch.ones(2)))
-    assert serves(made((128, 128), 2, 64, p=0.1))
-    assert serves(made((255, 1), 2, 64))
-    assert serves(inputs._replace(window=Window(64, 0)))
-    assert serves(inputs._replace(window=CAUSAL))
-    assert serves(inputs._replace(k=inputs.k[:, :1], v=inputs.v[:, :1]))
-    assert not serves(made((127, 128), 2, 64))
-    assert not serves(made((128, 128, 0), 2, 64))
-    assert not serves(made((255,), 2, 64))
-    assert not serves(inputs._replace(bias=torch.zeros(1, 1, 1, 128)))
-    assert not serves(inputs._replace(**{n: getattr(inputs, n).float() for n in "qkv"}))
-    for scale in (0.0, -1.0, math.nan):
-        assert not serves(inputs._replace(softmax_scale=scale))
-    assert not serves(inputs._replace(**{n: getattr(inputs, n)[..., :32] for n in "qkv"}))
-    for name in "qkv":
-        t = getattr(inputs, name)
-        assert serves(inputs._replace(**{name: t.contiguous()}))
-        assert not serves(inputs._replace(**{name: t.transpose(0, 1).contiguous().transpose(0, 1)}))
-        assert not serves(inputs._replace(**{name: t[:1].expand(256, -1, -1)}))
-    monkeypatch.setattr(device, "multiprocessors", lambda _: 5)
-    assert not serves(inputs)
-    monkeypatch.setattr(device, "multiprocessors", lambda _: 4)
-    monkeypatch.setattr(launchers, "HOPPER", False)
-    assert not serves(inputs)
-    monkeypatch.setattr(launchers, "HOPPER", True)
-    monkeypatch.setattr(device, "is_hopper", lambda _: False)
-    assert not serves(inputs)
-
-
-def test_a_bias_is_for_the_other_kernel(emulated):
-    fwd = emulated.backend.attention_fwd
-    inputs = made((128, 128), 2, 64)
-    fwd(inputs, False, False)
-    assert "attention_hopper" in emulated.launches[-1].kernel
-    fwd(inputs._replace(bias=torch.zeros(1, 1, 1, 128)), False, False)
-    assert "attention_forward" in emulated.launches[-1].kernel
-
-
-@pytest.mark.parametrize("dropout", (False, True))
-def test_self_checks_reach_hopper(dropout):
-    """On 132 multiprocessors, with rings that turn, and a group without queries."""
-    assert any(
-        c.headdim == 64
-        and bool(c.dropout_p) == dropout
-        and not (c.bias or c.probs)
-        and c.total >= 128 * len(c.lengths)
-        and c.total * c.nheads >= 128 * 132
-        and max(c.lengths) > 5 * 64
-        and any(0 < n % 128 <= 64 for n in c.lengths)
-        for c in attention_cases.ON_GPU
-    )
-
-
-@pytest.mark.parametrize("p", (0.0, 0.25))
-def test_a_map_refused_to_hopper_is_for_the_other_kernel(emulated, forward, p):
-    inputs = made((70, 130), 2, 64, p=p)
+@pytest.mark.parametrize(("headdim", "p"), ((64, 0.0), (64, 0.25), (32, 0.0)))
+def test_a_map_refused_to_hopper_is_for_the_other_kernel(emulated, forward, headdim, p):
+    inputs = made((70, 130), 2, headdim, p=p)
     expected = forward(inputs)
     with emulated.without_maps():
         found = emulated.launcher(launchers.forward)(inputs, p > 0, True)
