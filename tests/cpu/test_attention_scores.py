@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from fastbert.ops.attention import attention_ref
 from tests.support import cpu_build
 from tests.support.cpu_attention import (
-    _C,
     DTYPES,
     FEW,
     HALF,
@@ -27,6 +27,7 @@ from tests.support.cpu_attention import (
     strided_qkv,
     truth,
 )
+from tests.support.cpu_checks import on_each_isa
 from tests.support.inputs import ends_of
 
 
@@ -203,9 +204,6 @@ def test_nearly_all_outputs_are_correctly_rounded(every_isa, dtype):
 
 def test_what_is_not_for_bf16_pairs_is_what_avx512_gives():
     """AVX-512-BF16 has kernels only for bf16, and not for very short sequences."""
-    if _C.best_cpu_isa() != "avx512_bf16":
-        pytest.skip("this processor has no avx512_bf16")
-    before = _C.cpu_isa()
     for dtype, lengths, same in (
         (torch.float32, (5, 70, 0, 33), True),
         (torch.float16, (5, 70, 0, 33), True),
@@ -214,13 +212,10 @@ def test_what_is_not_for_bf16_pairs_is_what_avx512_gives():
     ):
         (q, k, v), _ = strided_qkv(sum(lengths), 2, 20, dtype, 0)
         dout = randn(sum(lengths), 2, 20, dtype=dtype, seed=9)
-        results = []
-        for name in ("avx512", "avx512_bf16"):
-            _C.set_cpu_isa(name)
-            results.append(everything(q, k, v, dout, lengths, p=0.25))
-        _C.set_cpu_isa(before)
+        call = partial(everything, q, k, v, dout, lengths, p=0.25)
+        wide, pairs = on_each_isa(call, "avx512", "avx512_bf16")
         for name in ("out", "dq", "dk", "dv"):
-            assert torch.equal(results[0][name], results[1][name]) == same, (name, dtype, lengths)
+            assert torch.equal(wide[name], pairs[name]) == same, (name, dtype, lengths)
 
 
 @pytest.mark.parametrize("n", (1, 2, 16, 64, 128))

@@ -26,6 +26,7 @@ from tests.cpu.test_linear import (
     check_sizes,
     check_threads,
 )
+from tests.support.cpu_fixtures import using_isa
 from tests.support.cpu_truth import assert_same_bits, randn, strided_rows
 
 _C = loader.extension
@@ -40,10 +41,7 @@ pytestmark = pytest.mark.skipif(
 def by_pairs(monkeypatch):
     """Multiply by pairs, also products of few rows."""
     monkeypatch.setattr(launcher, "_FEWEST_ROWS", 0)
-    before = _C.cpu_isa()
-    _C.set_cpu_isa("avx512_bf16")
-    yield
-    _C.set_cpu_isa(before)
+    yield from using_isa("avx512_bf16")
 
 
 @pytest.mark.parametrize("cut", SIZES)
