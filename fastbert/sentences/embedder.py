@@ -106,7 +106,7 @@ class Embedder(TextModel):
         return self._results(given, prompt, forward, batch_tokens, batch_size, on_long, progress, finite)
 
     def encode_query(self, sentences: Sequence[Text] | Text, **options: Any) -> Any:
-        """`encode` with the prompt "query", or none if there is no such prompt; `options` may name another."""
+        """`encode` with the prompt "query", or none without such a prompt; `options` may name another."""
         return self._encode_as(("query",), sentences, options)
 
     def encode_document(self, sentences: Sequence[Text] | Text, **options: Any) -> Any:
