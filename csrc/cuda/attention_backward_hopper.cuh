@@ -35,14 +35,8 @@ __device__ __forceinline__ Shared& aligned_shared() {
 
 template <class Shared>
 const char* launch_group(void (*kernel)(GroupArguments), const GroupArguments& args, std::uintptr_t stream) {
-    // As many blocks as registers allow: shared memory before the first cache.
-    const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-                      cudaSharedmemCarveoutMaxShared);
-    if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not see it
-        return cudaGetErrorString(error);
-    }
+    // As many blocks as registers allow
+    if (const char* reason = prefer_shared(kernel)) return reason;
     return launch_shared(kernel, grid_of(args.call.slots * args.call.nheads), dim3(kGroupThreads),
                          sizeof(Shared) + kTileAlignment, stream, args);
 }

@@ -250,16 +250,10 @@ __global__ void __launch_bounds__(kForwardThreads, (FloatTile<kHeadDim, kLocal>:
 
 template <int kHeadDim>
 const char* launch_float(const AttentionFwd& args, std::uintptr_t stream) {
-    // As many blocks as registers allow: shared memory before the first cache.
+    // As many blocks as registers allow
     const auto kernel = is_local(args) ? attention_forward_float_kernel<kHeadDim, true>
                                        : attention_forward_float_kernel<kHeadDim, false>;
-    const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-                      cudaSharedmemCarveoutMaxShared);
-    if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not see it
-        return cudaGetErrorString(error);
-    }
+    if (const char* reason = prefer_shared(kernel)) return reason;
     return launch_shared(kernel, slot_grid(args.nheads, slots(args.total, args.batch)), dim3(kForwardThreads),
                          FloatTile<kHeadDim, false>::kBytes, stream, args);
 }

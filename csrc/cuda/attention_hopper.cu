@@ -13,14 +13,8 @@ const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, s
     const dim3 grid =
         slot_grid((args.nheads + kHeads - 1) / kHeads, slots(args.total, args.batch, Tile::kRows<kHeads>));
     const auto kernel = attention_hopper_kernel<T, kHeads, kDrop, kLocal>;
-    // Two blocks per multiprocessor: shared memory before the first cache.
-    const cudaError_t error =
-        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-                      cudaSharedmemCarveoutMaxShared);
-    if (error != cudaSuccess) {
-        cudaGetLastError();  // the next launch must not see it
-        return cudaGetErrorString(error);
-    }
+    // Two blocks per multiprocessor
+    if (const char* reason = prefer_shared(kernel)) return reason;
     return launch_shared(kernel, grid, dim3(Tile::kThreads), Tile::kBytes, stream, maps, args);
 }
 

@@ -167,6 +167,17 @@ inline cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute
     return error;
 }
 
+// Gives a kernel shared memory before the first cache.
+template <class... Params>
+const char* prefer_shared(void (*kernel)(Params...)) {
+    const cudaError_t error =
+        set_attribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+                      cudaSharedmemCarveoutMaxShared);
+    if (error == cudaSuccess) return nullptr;
+    cudaGetLastError();  // the next launch must not see it
+    return cudaGetErrorString(error);
+}
+
 // As launch, with `shared` bytes of dynamic shared memory, in clusters of `cluster` blocks.
 template <class... Params>
 const char* launch_clusters(unsigned cluster, void (*kernel)(Params...), dim3 grid, dim3 block,
