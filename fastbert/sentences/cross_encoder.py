@@ -129,7 +129,7 @@ class CrossEncoder(TextModel):
 
     def predict(
         self,
-        pairs: Sequence[Text] | Text,
+        pairs: Sequence[Text] | Text | np.ndarray,
         *,
         prompt_name: str | None = None,
         prompt: str | None = None,
@@ -142,7 +142,7 @@ class CrossEncoder(TextModel):
         """Score pairs of texts, without gradients, in batches packed without padding. The order is kept.
 
         Args:
-            pairs: a sequence of pairs of texts, or of {"text": a pair}; or one pair, or one dict.
+            pairs: a sequence or array of pairs of texts, or of {"text": a pair}; or one pair, or one dict.
             prompt_name: name, in `prompts`, of the text to put before the first text of every pair.
             prompt: that text itself; "" for none. If neither prompt_name nor prompt is given, the default
                 prompt is used.
@@ -165,6 +165,7 @@ class CrossEncoder(TextModel):
         _check_activation(activation_fn)
         prompt = self._prompt_of(prompt, prompt_name)
         labels = self.model.num_labels
+        pairs = pairs.tolist() if isinstance(pairs, np.ndarray) else pairs
         single = isinstance(pairs, dict) or (
             isinstance(pairs, (list, tuple)) and len(pairs) > 0 and isinstance(pairs[0], str)
         )

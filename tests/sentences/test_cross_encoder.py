@@ -48,7 +48,7 @@ def test_scores_are_sentence_transformers(folders):
     assert np.ptp(expected) > 0.01
     assert np.abs(scores - expected).max() < 1e-4
     assert np.abs(ours.predict(PAIRS, batch_size=3, batch_tokens=512) - expected).max() < 1e-4
-    for one in (PAIRS[0], list(PAIRS[0]), {"text": PAIRS[0]}):
+    for one in (PAIRS[0], list(PAIRS[0]), {"text": PAIRS[0]}, np.array(PAIRS[0]), np.array(PAIRS, object)):
         assert np.abs(ours.predict(one) - theirs.predict(one)).max() < 1e-4
         assert ours.predict(one).shape == theirs.predict(one).shape
     for options in (
