@@ -104,17 +104,18 @@ class SentenceEncoder(Embedder):
         """
         directory, device = opened(directory, device)
         settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
+        tokenizer = load_tokenizer(settings.transformer)
         model = load_model(AutoModel, settings.transformer, dtype, device, add_pooling_layer=False)
-        return cls.of(model, settings, max_length)
+        return cls.of(model, tokenizer, settings, max_length)
 
     @classmethod
-    def of(cls, model: Any, settings: SentenceSettings, max_length: int | None = None) -> Self:
-        """The encoder of a model, with the tokenizer of the settings' folder; None = the settings' length."""
+    def of(cls, model: Any, tokenizer: Tokenizer, settings: SentenceSettings, max_length: int | None) -> Self:
+        """The encoder of a model with settings; max_length None = theirs, at most what the model allows."""
         if max_length is None and settings.max_length is not None:
             max_length = min(settings.max_length, model.config.max_tokens)
         return cls(
             model,
-            load_tokenizer(settings.transformer),
+            tokenizer,
             pooling=settings.pooling,
             normalize=settings.normalize,
             max_length=max_length,

@@ -24,6 +24,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops.pooling import pooling
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.settings import SentenceSettings, modules_of, sentence_settings
+from fastbert.sentences.tokenizer import load_tokenizer
 
 
 class SentenceVectors(nn.Module):
@@ -74,7 +75,8 @@ class SentenceVectors(nn.Module):
         Args:
             max_length: most tokens of a text; None: as the settings say, and at most as the model allows.
         """
-        return SentenceEncoder.of(self.model, self.settings, max_length)
+        tokenizer = load_tokenizer(self.settings.transformer)
+        return SentenceEncoder.of(self.model, tokenizer, self.settings, max_length)
 
 
 def projection_to(vectors: Tensor, width: int) -> Tensor:
