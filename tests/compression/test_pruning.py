@@ -107,7 +107,7 @@ def test_prune_removes_what_scores_say(labelled):
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "eurobert"])
 def test_the_smallest_weights_of_all_layers_become_zeros(family):
-    ours = both(family)[1]
+    ours = copy.deepcopy(both(family)[1])
     before = {key: t.clone() for key, t in ours.state_dict().items()}
     found = fastbert.prune(ours, weights=0.7)
     own = [f"{path}.weight" for layer in ours.base_model.layer_list() for path in shrink.paths(layer.form)]
