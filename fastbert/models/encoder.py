@@ -254,8 +254,8 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[Any]:
     """
     stack: Any = part(root, family.layers)
     if family.group_layers is None:
-        # transformers' configs have none, and take long to say so
-        groups = config.layer_groups if isinstance(config, EncoderConfig) else None
+        # transformers' configs have none, and take long to say so, or what they are
+        groups = config.layer_groups if issubclass(type(config), EncoderConfig) else None
         return [*stack._modules.values()] if groups is None else [stack[group] for group in groups]
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
