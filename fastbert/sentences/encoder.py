@@ -1,8 +1,8 @@
 """Text to embeddings: tokenise, sort by length, pack into batches, run, pool, put back in order.
 
 A directory is a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt), or one saved by
-sentence-transformers, whose modules.json, pooling, normalisation, maximum length and default prompt are used.
-What is not implemented (a Dense module, several pooling modes at once) is refused by name, not skipped.
+sentence-transformers, whose modules.json, pooling, Dense modules, normalisation, maximum length and default
+prompt are used. What is not implemented (several pooling modes at once) is refused by name, not skipped.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from fastbert.layers import packing, quantizing
+from fastbert.layers.linear import apply_linear
 from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+from fastbert.sentences.dense import ACTIVATIONS, read_dense, write_dense
 from fastbert.sentences.embedder import Embedder, check_similarity
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
 from fastbert.sentences.similarity import PRECISIONS, quantized
@@ -47,6 +50,8 @@ class SentenceEncoder(Embedder):
         include_prompt: must be True where a prompt is used: pooling without the prompt's tokens is not
             implemented.
         similarity_fn_name: what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan".
+        dense: linear layers behind the pooling, each with the name of its activation ("tanh", "relu", "gelu",
+            "silu") or None. `quantize` leaves them as they are.
 
     Raises:
         TypeError: no model, or no tokenizer; `from_pretrained` loads both from a directory.
@@ -68,6 +73,7 @@ class SentenceEncoder(Embedder):
         segments: bool = True,
         include_prompt: bool = True,
         similarity_fn_name: str = "cosine",
+        dense: Sequence[tuple[nn.Linear, str | None]] = (),
     ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
@@ -77,6 +83,17 @@ class SentenceEncoder(Embedder):
         self.normalize = normalize
         self.include_prompt = include_prompt
         self.similarity_fn_name = similarity_fn_name
+        self.dense: list[tuple[nn.Linear, str | None]] = []
+        known = [*ACTIVATIONS.values()]
+        for place, pair in enumerate(dense):
+            match pair:
+                case (nn.Linear(in_features=self.width) as linear, activation) if activation in known:
+                    self.dense.append((linear, activation))
+                case _:
+                    raise ValueError(
+                        f"dense[{place}]: {pair!r}; expected (nn.Linear with {self.width} inputs, "
+                        f"one of {', '.join(map(repr, known))})"
+                    )
 
     @classmethod
     def from_pretrained(
@@ -96,14 +113,17 @@ class SentenceEncoder(Embedder):
             directory: the folder (or a hub name, where huggingface_hub is installed).
             pooling, normalize, max_length, prompt: override the directory's; None = the directory's (see
                 `sentence_settings`).
-            dtype: the weights' dtype; None = as the directory stores them.
+            dtype: the weights' dtype; None = as the directory stores them. Dense modules and pooling compute
+                in float32, or in float64 in a float64 model.
             device: None = the first GPU if there is one, else the CPU.
 
         Raises:
             ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
         directory, device = opened(directory, device)
-        settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
+        settings = sentence_settings(
+            directory, pooling=pooling, normalize=normalize, prompt=prompt, dense=True
+        )
         tokenizer = load_tokenizer(settings.transformer)
         model = load_model(AutoModel, settings.transformer, dtype, device, add_pooling_layer=False)
         return cls.of(model, tokenizer, settings, max_length)
@@ -113,6 +133,12 @@ class SentenceEncoder(Embedder):
         """The encoder of a model with settings; max_length None = theirs, at most what the model allows."""
         if max_length is None and settings.max_length is not None:
             max_length = min(settings.max_length, model.config.max_tokens)
+        width, dense = model.config.hidden_size, []
+        for folder in settings.dense:
+            linear, activation = read_dense(folder, width)
+            linear.to(model.device, torch.promote_types(model.dtype, torch.float32))
+            dense.append((linear, activation))
+            width = linear.out_features
         return cls(
             model,
             tokenizer,
@@ -125,14 +151,15 @@ class SentenceEncoder(Embedder):
             include_prompt=settings.include_prompt,
             segments=settings.segments,
             similarity_fn_name=settings.similarity,
+            dense=dense,
         )
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a directory that `from_pretrained` and sentence-transformers' SentenceTransformer load.
 
-        It holds the model, the tokenizer, and pooling, normalisation, maximum length, prompt and similarity
-        in sentence-transformers' files. Only fastbert reads the 8-bit weights of a quantised model. A reader
-        finds each file either old or new, never half written.
+        It holds the model, the tokenizer, and pooling, Dense modules, normalisation, maximum length, prompt
+        and similarity in sentence-transformers' files. Only fastbert reads the 8-bit weights of a quantised
+        model. A reader finds each file either old or new, never half written.
 
         Args:
             directory: the folder; created if it is missing.
@@ -147,6 +174,9 @@ class SentenceEncoder(Embedder):
             )
         directory = Path(directory)
         self.model.save_pretrained(directory)
+        folders = tuple(directory / f"{2 + place}_Dense" for place in range(len(self.dense)))
+        for folder, (linear, activation) in zip(folders, self.dense, strict=True):
+            write_dense(folder, linear, activation)
         settings = SentenceSettings(
             directory,
             self.pooling,
@@ -158,13 +188,15 @@ class SentenceEncoder(Embedder):
             self.prompts,
             self.include_prompt,
             self.segments,
+            folders,
         )
-        save_settings(settings, self._tokenizer, self.width, self.model.config.pad_token_id)
+        config = self.model.config
+        save_settings(settings, self._tokenizer, config.hidden_size, config.pad_token_id)
 
     @property
     def width(self) -> int:
         """Numbers in an embedding."""
-        return self.model.config.hidden_size
+        return self.dense[-1][0].out_features if self.dense else self.model.config.hidden_size
 
     def __repr__(self) -> str:
         model = self.model
@@ -172,9 +204,11 @@ class SentenceEncoder(Embedder):
         kinds = zip(quantizing.kinds_of(model), ("layers", "words"), strict=True)
         kind = ", ".join(f"{bits} {what}" for bits, what in kinds if bits is not None)
         kind = f"{kind}, the rest " if kind else ""
+        steps = "".join(f", Dense {linear.out_features} {name}" for linear, name in self.dense)
+        steps += ", normalized" if self.normalize else ""
         return (
             f"{type(self).__name__}({type(model).__name__}, {model.config.num_hidden_layers} layers, "
-            f"{self.width} dimensions, pooling {self.pooling}{', normalized' if self.normalize else ''}, "
+            f"{self.width} dimensions, pooling {self.pooling}{steps}, "
             f"at most {self.max_length} tokens, {kind}{dtype} on {self.device})"
         )
 
@@ -260,18 +294,21 @@ class SentenceEncoder(Embedder):
     # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()
     def _forward(self, tokens: TokenBatch) -> np.ndarray:
-        # All sentences are empty, and the tokenizer adds no special tokens
-        if tokens.ids.size == 0:
-            return np.zeros((len(tokens.lengths), self.width), self.dtype)
         ids, cu_seqlens, max_seqlen, types = packed_tensors(tokens)
         # All on the host: the forward needs no GPU sync before its result
         packed = (ids, cu_seqlens, max_seqlen) if types is None else (ids, cu_seqlens, max_seqlen, types)
-        if self.pooling == "cls":
+        if tokens.ids.size == 0:
+            # All sentences are empty, and the tokenizer adds no special tokens
+            shape = len(tokens.lengths), self.model.config.hidden_size
+            rows = torch.from_numpy(np.zeros(shape, self.dtype))
+        elif self.pooling == "cls":
             rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
-            rows = rows.to(checks.compute_dtype(rows))
         else:
             hidden = self.model.forward_packed(*packed)  # (total, hidden)
             rows = pool(hidden, packing.send(cu_seqlens, hidden.device), self.pooling)
+        for linear, activation in self.dense:
+            rows = apply_linear(linear, rows.to(linear.weight), activation)
+        rows = rows.to(checks.compute_dtype(rows))
         if self.normalize:
             rows = torch.nn.functional.normalize(rows, dim=1)
         return rows.cpu().numpy()

@@ -23,13 +23,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
-from fastbert.checkpoint.files import CheckpointError, read_json
-from fastbert.checkpoint.read import read_weights
+from fastbert.checkpoint.files import read_json
 from fastbert.layers import packing
 from fastbert.layers.linear import apply_linear
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.ops import checks
+from fastbert.sentences.dense import IDENTITY, read_dense
 from fastbert.sentences.settings import (
     MASK_TOKENS,
     Module,
@@ -199,7 +199,8 @@ class MultiVectorEncoder:
         for key in ("query_prefix", "document_prefix"):
             _keep_whole(tokenizer, settings.get(key) or "")
         model = load_model(AutoModel, transformer.folder, dtype, device, add_pooling_layer=False)
-        projection = _projection(dense.folder, model.config.hidden_size)
+        hidden = model.config.hidden_size
+        projection, _ = read_dense(dense.folder, hidden, "token_embeddings", (IDENTITY,))
         limit = model.config.max_tokens
         return cls(
             model,
@@ -447,31 +448,3 @@ def _keep_whole(tokenizer: Tokenizer, prefix: str) -> None:
             if tokenizer.encode(token, add_special_tokens=False).tokens != [token]:
                 tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
             return
-
-
-def _projection(folder: Path, hidden: int) -> nn.Linear:
-    """The linear layer of a Dense module, on the CPU."""
-    path = folder / "config.json"
-    config = read_json(path)
-    identity = "torch.nn.modules.linear.Identity"
-    choice(path, config, "activation_function", (identity,), "torch.nn.modules.activation.Tanh")
-    choice(path, config, "module_input_name", ("token_embeddings",), "token_embeddings")
-    if switch(path, config, "use_residual", False):
-        raise ValueError(f"{path}: use_residual true is not implemented; expected false")
-    bias = switch(path, config, "bias", True)
-    sizes = positive(path, config, "in_features"), positive(path, config, "out_features")
-    if sizes[0] != hidden or sizes[1] is None:
-        raise ValueError(
-            f"{path}: in_features {sizes[0]}, out_features {sizes[1]}; expected {hidden}, the model's "
-            "hidden_size, and a positive integer"
-        )
-    (file, *_), stored = read_weights(folder)
-    shapes = {"linear.weight": (sizes[1], hidden)} | ({"linear.bias": (sizes[1],)} if bias else {})
-    found = {key: tuple(entry.tensor.shape) for key, entry in stored.items()}
-    if found != shapes:
-        raise CheckpointError(f"{file}: tensors {found}; expected {shapes}")
-    projection = nn.Linear(hidden, sizes[1], bias)
-    projection.load_state_dict({key.removeprefix("linear."): entry.tensor for key, entry in stored.items()})
-    if not all(parameter.isfinite().all() for parameter in projection.parameters()):
-        raise CheckpointError(f"{file}: linear: not all numbers are finite")
-    return projection.requires_grad_(False)

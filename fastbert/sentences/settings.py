@@ -53,6 +53,7 @@ class SentenceSettings:
         prompts: name -> prompt.
         include_prompt: whether pooling reads the prompt's tokens, too.
         segments: whether token types (which text of a pair a token belongs to) are passed to the model.
+        dense: the folders of the Dense modules behind the pooling, in their order.
     """
 
     transformer: Path
@@ -65,6 +66,7 @@ class SentenceSettings:
     prompts: dict[str, str] = field(default_factory=dict)
     include_prompt: bool = True
     segments: bool = True
+    dense: tuple[Path, ...] = ()
 
 
 class Module(NamedTuple):
@@ -114,9 +116,9 @@ def expect_modules(path: Path, modules: list[Module], known: Sequence[tuple[str,
     """
     implemented = dict.fromkeys(kind for kinds in known for kind in kinds)
     reader = reader_of(modules)
+    hint = f"; fastbert.{reader} reads this directory" if reader != "SentenceEncoder" else ""
     for kind, name, _ in modules:
         if kind not in implemented:
-            hint = f"; fastbert.{reader} reads this directory" if reader != "SentenceEncoder" else ""
             raise ValueError(
                 f"{path}: module {kind!r} ({name}) is not implemented; "
                 f"implemented: {', '.join(implemented)}{hint}"
@@ -124,7 +126,7 @@ def expect_modules(path: Path, modules: list[Module], known: Sequence[tuple[str,
     kinds = tuple(module.kind for module in modules)
     if kinds not in known:
         expected = " or ".join(", ".join(one) for one in known)
-        raise ValueError(f"{path}: modules {', '.join(kinds) or 'none'}; expected {expected}")
+        raise ValueError(f"{path}: modules {', '.join(kinds) or 'none'}; expected {expected}{hint}")
     return modules
 
 
@@ -184,10 +186,14 @@ def sentence_settings(
     pooling: str | None = None,
     normalize: bool | None = None,
     prompt: str | None = None,
+    dense: bool = False,
 ) -> SentenceSettings:
     """Read the settings of `directory`; keywords that are not None override them.
 
     Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
+
+    Args:
+        dense: whether the caller runs Dense modules; otherwise a directory that has them is refused.
 
     Raises:
         ValueError: naming a module or pooling mode that is not implemented, or what is wrong in a file.
@@ -196,12 +202,17 @@ def sentence_settings(
     directory = Path(directory)
     if pooling is not None and pooling not in POOLINGS:
         raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
-    transformer, pooling_folder, says_normalize = directory, None, False
+    transformer, pooling_folder, says_normalize, folders = directory, None, False, ()
     modules = modules_of(directory)
     if modules is not None:
-        known = [("Transformer", "Pooling"), ("Transformer", "Pooling", "Normalize")]
-        first, second, *third = expect_modules(directory / "modules.json", modules, known)
-        transformer, pooling_folder, says_normalize = first.folder, second.folder, bool(third)
+        path = directory / "modules.json"
+        folders = tuple(module.folder for module in modules if module.kind == "Dense")
+        known = ("Transformer", "Pooling", *["Dense"] * len(folders))
+        first, second, *_ = expect_modules(path, modules, [known, (*known, "Normalize")])
+        if folders and not dense:
+            raise ValueError(f"{path}: has Dense modules, which only SentenceEncoder and `encode` run")
+        transformer, pooling_folder = first.folder, second.folder
+        says_normalize = modules[-1].kind == "Normalize"
     elif (directory / "1_Pooling" / "config.json").is_file():
         pooling_folder = directory / "1_Pooling"
 
@@ -229,6 +240,7 @@ def sentence_settings(
         prompts,
         include_prompt,
         segments,
+        folders,
     )
 
 
@@ -294,7 +306,7 @@ def save_settings(
     Args:
         settings: what to write, and where.
         tokenizer: saved without its truncation.
-        width: numbers in an embedding.
+        width: numbers that are pooled.
         pad_token_id: the model's; None if it has none.
 
     Raises:
@@ -311,7 +323,8 @@ def save_settings(
     default = next((name for name, text in settings.prompts.items() if text == settings.prompt), "default")
     default = default if settings.prompt else None
     prompts = settings.prompts | ({default: settings.prompt} if default else {})
-    modules = ["Transformer", "Pooling", *(["Normalize"] if settings.normalize else [])]
+    modules = ["Transformer", "Pooling", *["Dense"] * len(settings.dense)]
+    modules += ["Normalize"] if settings.normalize else []
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": {

@@ -119,7 +119,10 @@ def with_huge_id(folder):
 
 
 BAD_DIRECTORIES = {
-    "dense": (with_modules("Transformer", "Pooling", "Dense"), "module 'Dense'.*is not implemented"),
+    "dense behind Normalize": (
+        with_modules("Transformer", "Pooling", "Normalize", "Dense"),
+        "modules Transformer, Pooling, Normalize, Dense; expected Transformer, Pooling, Dense or",
+    ),
     "clip": (with_modules("CLIPModel"), "module 'CLIPModel'"),
     "no pooling module": (with_modules("Transformer"), "modules Transformer; expected Transformer, Pooling"),
     "modules not a list": (
