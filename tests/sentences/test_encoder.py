@@ -99,6 +99,7 @@ def test_half_precision_stays_close(directory, embeddings):
     rows = encode(directory, SENTENCES[:16], dtype=torch.bfloat16, device="cpu")
     assert rows.dtype == np.float32
     assert (rows * embeddings[:16]).sum(1).min() > 0.999
+    assert encode(directory, ["a"], pooling="cls", dtype=torch.bfloat16, device="cpu").dtype == np.float32
 
 
 # --- length and tokens --------------------------------------------------------------------------------------
