@@ -141,9 +141,8 @@ def launched(
     if input_ids is None or inputs_embeds is not None:
         return None
     known, name = {} if known is None else known, "words" if token_type_ids is None else "words and segments"
-    if name not in known:
-        known[name] = _tables(root, token_type_ids is not None)
-    tables: _Tables | None = known[name]
+    # Not kept if it is None, as under autocast: a later call may have them
+    tables: _Tables | None = known.get(name) or _tables(root, token_type_ids is not None)
     given = input_ids, position_ids, *(() if token_type_ids is None else (token_type_ids,))
     if tables is None or not checks.are_plain(
         [tables.word, *given],
@@ -151,6 +150,7 @@ def launched(
         [tables.word.shape, *[input_ids.shape] * len(given)],
     ):
         return None
+    known[name] = tables
     word, position, segment, norm, bias, eps = tables
     ids_and_tables = input_ids, None, word, position_ids, position, token_type_ids, segment
     inputs = EmbeddingInputs(*ids_and_tables, norm, bias, -1, eps, 0.0, None, 0)

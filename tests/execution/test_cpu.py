@@ -559,6 +559,20 @@ def test_a_plan_is_kept_for_calls_of_each_kind(surveys, monkeypatch):
     assert seen == []
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+@torch.no_grad()
+def test_a_plan_made_under_autocast_knows_the_tables_later(accelerated):
+    model = accelerate(stock_of("bert").float()) if accelerated else of("bert")
+    inputs = padded_right("bert")
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**inputs)
+    plan = prepared.beside(model.encoder)
+    model(**inputs)
+    assert len(plan.kept) == 2
+    assert plan.known["words and segments"] is not None
+
+
 @pytest.mark.parametrize("change", [*CHANGES, *AROUND])
 @pytest.mark.parametrize("accelerated", [False, True])
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.rule_tasks import tiny_model
-from tests.support.tiny_training import folder_in_memory, known_roof  # noqa: F401
+from tests.support.tiny_training import folder_in_memory, known_roof  # noqa: F401, fixtures
 
 
 @pytest.fixture(autouse=True, scope="module")

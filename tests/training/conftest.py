@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_training import folder_in_memory, known_roof  # noqa: F401
+from tests.support.tiny_training import folder_in_memory, known_roof  # noqa: F401, fixtures
 
 
 @pytest.fixture
