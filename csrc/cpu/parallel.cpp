@@ -352,9 +352,11 @@ class Team {
         // last job.
         const auto make_room = [&] {
             if (lent_.load(std::memory_order_relaxed) || !shares_core(worker)) return true;
-            if (!aside.step(cores_[0].load(std::memory_order_relaxed), self)) return false;
+            // to the owner, which runs again as soon as this thread is moved, they share a core no longer
+            if (worker < kTracked) cores_[worker].store(-1, std::memory_order_relaxed);
+            const bool away = aside.step(cores_[0].load(std::memory_order_relaxed), self);
             note_core(worker);
-            return true;
+            return away;
         };
         make_room();
         for (;;) {
@@ -450,7 +452,7 @@ class Team {
     std::atomic<int> entered_{0}, left_{0};
     std::atomic<bool> met_{false};                  // a worker woke up on the core of worker 0
     std::atomic<bool> lent_{false};                 // the last job was lent
-    std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, or not yet here
+    std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, on its way, or not yet here
     // The number that waiting threads read has its own cache line.
     alignas(64) std::atomic<std::uint64_t> ticket_{0};  // the job's number and the tasks not yet taken
     alignas(64) Job job_;
@@ -476,12 +478,20 @@ struct Once {
 };
 
 thread_local Team* t_open = nullptr;  // between open_team and close_team
-thread_local bool t_alone = false;    // likewise, if the team would slow the thread down
+thread_local bool t_alone = false;    // likewise, while the team would slow the thread down
+thread_local int t_threads = 0;       // likewise, of the team
 
 void open_region(int threads) {
     g_team_used.store(true, std::memory_order_relaxed);
     t_open = new Team(threads, true);
     g_runtime.start(Team::stand_by, t_open, static_cast<unsigned>(threads), 0);
+}
+
+// Lets the open team serve as soon as it no longer slows the thread down.
+void end_alone() {
+    if (t_crowd.is_known()) return;
+    t_alone = false;
+    if (t_open == nullptr) open_region(t_threads);
 }
 
 void run_alone(std::int64_t tasks, Body body, void* context) {
@@ -557,9 +567,10 @@ bool has_open_team() { return t_open != nullptr || t_alone; }
 bool is_alone() { return t_alone || t_crowd.is_known(); }
 
 void open_team(int threads) {
-    if (t_open != nullptr || threads <= 1 || !has_team() || !g_runtime.can_hold()) return;
-    t_alone = t_crowd.is_known();
-    if (!t_alone) open_region(threads);
+    if (has_open_team() || threads <= 1 || !has_team() || !g_runtime.can_hold()) return;
+    t_alone = true;
+    t_threads = threads;
+    end_alone();
 }
 
 void close_team() {
@@ -576,6 +587,7 @@ void close_team() {
 void parallel_for(std::int64_t tasks, int threads, Body body, void* context) {
     const int width = static_cast<int>(std::min<std::int64_t>(threads, tasks));
     if (width <= 1 || !has_team() || t_in_task || tasks >= UINT32_MAX) return run_alone(tasks, body, context);
+    if (t_alone) end_alone();
     if (is_alone()) {
         if (!has_open_team() || !g_runtime.can_hold()) return run_alone(tasks, body, context);
         return run_mostly_alone(tasks, width, body, context);

@@ -31,7 +31,9 @@ FAULTS = (
     _fault("a worker stays aside", "if (stepped_) sched_setaffinity(0, sizeof allowed_, &allowed_);", ""),
     _fault("a worker steps where it may not go", "cpu_set_t elsewhere = allowed_;", "cpu_set_t elsewhere = allowed_;\n        for (int i = 0; i < 64; ++i) CPU_SET(i, &elsewhere);"),
     # teams
-    _fault("an open team is opened again", "if (t_open != nullptr || threads <= 1", "if (threads <= 1"),
+    _fault("an open team is opened again", "if (has_open_team() || threads <= 1", "if (threads <= 1"),
+    _fault("a thread stays alone while its team is open", "if (t_alone) end_alone();", ""),
+    _fault("the time alone ends without a team", "if (t_open == nullptr) open_region(t_threads);", ""),
     _fault("a closed team stays", "delete t_open;\n    t_open = nullptr;", ""),
     _fault("a region that cannot be held is opened", " || !g_runtime.can_hold()) return;", ") return;"),
     _fault("a forked child calls its parent's threads", "g_team_lost.store(true, std::memory_order_relaxed);", "g_team_lost.store(false, std::memory_order_relaxed);"),

@@ -179,8 +179,14 @@ int main() {
     require(!several || (shared_lent > 0 && apart), "other threads take lent tasks on other cores");
     set_always_alone(true, 1'000'000'000);
     require(jobs(8, 3, 1, std::chrono::milliseconds(200)) == 0, "a short job is not lent");
+    open_team(2);
+    require(is_alone() && region.empty(), "a thread that works alone opens no region");
     set_always_alone(false, 1000);
     set_may_be_alone(false);  // on a busy machine other threads would get nothing to do
+    std::mt19937 random(20);
+    while (region.empty()) job(random, 2);  // a job of one task needs no team
+    require(!is_alone(), "the time alone ends inside an open team");
+    close_team();
     shared += jobs(1, 2, 200);
     shared += jobs(2, 5, 200);
     together = true;  // workers that wake up beside the owner may step aside
