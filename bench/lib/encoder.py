@@ -87,12 +87,13 @@ def bench_encoder(
     samples: int = 7,
     sets: int = 1,
     lengths: tuple[int, ...] | None = None,
+    pause: float = PAUSE_SECONDS,
 ) -> Iterator[dict]:
     """A row for each engine; one that fails or is missing is a row with the reason.
 
-    A sample is one call as the caller sees it: the device is idle before and after. The first call warms
-    up; on a GPU each batch is called twice more. The outputs of the first calls are compared before
-    anything is timed.
+    A sample is one call as the caller sees it: the device is idle before and after. The first two calls of
+    each batch warm up, on a GPU three; in its second call a model of ours packs its weights. The outputs of
+    the first calls are compared before anything is timed.
 
     Args:
         model: the encoder's sizes.
@@ -103,6 +104,7 @@ def bench_encoder(
         samples: calls of each engine that count.
         sets: how many batches, of the same lengths with other tokens, the samples rotate through.
         lengths: the batch, if not `workload`'s own.
+        pause: seconds of rest before each call on a CPU.
 
     Yields:
         Rows as bench/results/README.md says. `cosine` is the mean over the real tokens of the cosine between
@@ -112,7 +114,7 @@ def bench_encoder(
     lengths = lengths or workloads.lengths(workload)
     batches = [workloads.padded_inputs(lengths, model.vocab, device, seed) for seed in range(sets)]
     tokens, flops = sum(lengths), workloads.encoder_flops(lengths, model)
-    warmups = 2 if device.type == "cuda" else 0
+    warmups = 2 if device.type == "cuda" else 1
     calls: dict[str, list] = {}
     failed: dict[str, str] = {}
     first_call: dict[str, float] = {}
@@ -137,7 +139,7 @@ def bench_encoder(
         hidden = None
     options = {"seconds": 0.0, "samples": (samples, samples), "warmup": 0, "inner": 1, "clock": "wall"}
     try:
-        timed = interleave(calls, device, pause=0.0 if device.type == "cuda" else PAUSE_SECONDS, **options)
+        timed = interleave(calls, device, pause=0.0 if device.type == "cuda" else pause, **options)
     # it is not known which engine raised it
     except Exception as error:
         failed |= dict.fromkeys(calls, f"one of {', '.join(calls)}: {reason_of(error)}")

@@ -1,7 +1,12 @@
-"""One short text at a time: the median and the longest wait of a caller."""
+"""One short text at a time: the median and the longest wait of a caller.
+
+`1x128-rested` is a caller that comes about ten times a second: the process sleeps for 100 ms before each
+call, so that all threads must be woken, and caches are colder.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 
@@ -13,25 +18,25 @@ from bench.lib.engines import ENGINES, MODELS
 
 SAMPLES = 4  # times --samples: the last percentiles need more of them
 LENGTHS = (16, 128, 384)  # of the one sequence, in tokens
-# device -> model -> lengths that `make bench` has time for; --everything adds the rest
-SHORT = {"cpu": {"base": (128,), "minilm": (16, 128)}, "cuda": {"base": (128, 384), "large": (128, 384)}}
+RESTED, RESTED_SECONDS = "-rested", 0.1
+# device -> model -> workloads that `make bench` has time for; --everything adds the rest
+SHORT = {
+    "cpu": {"base": ("1x128",), "minilm": ("1x16", "1x128", "1x16-rested", "1x128-rested")},
+    "cuda": {"base": ("1x128", "1x384"), "large": ("1x128", "1x384")},
+}
 CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
 
 
 def cases(device: str) -> Iterator[object]:
     """(model, workload, candidate); torch.compile is measured by the encoder's benchmark."""
     for model, short in SHORT[device].items():
-        for length in LENGTHS:
+        for length, rest in itertools.product(LENGTHS, ("", RESTED) if device == "cpu" else ("",)):
+            workload = f"1x{length}{rest}"
             for candidate in CANDIDATES[device]:
                 if not candidate.startswith("torch_compile"):
-                    marks = [] if length in short else [pytest.mark.long]
-                    yield pytest.param(
-                        model,
-                        f"1x{length}",
-                        candidate,
-                        marks=marks,
-                        id=f"latency-{candidate}-{model}-1x{length}",
-                    )
+                    marks = [] if workload in short else [pytest.mark.long]
+                    name = f"latency-{candidate}-{model}-{workload}"
+                    yield pytest.param(model, workload, candidate, marks=marks, id=name)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_latency(in_turns, peak, engines, device, request, model, workload, candidate):
     option = request.config.getoption
     size = workloads.TINY if option("smoke") else MODELS[model]
-    lengths = (int(workload.removeprefix("1x")),)
+    rested = workload.endswith(RESTED)
+    lengths = (int(workload.removeprefix("1x").removesuffix(RESTED)),)
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         found = encoder.bench_encoder(
@@ -53,6 +59,7 @@ def test_latency(in_turns, peak, engines, device, request, model, workload, cand
             samples=SAMPLES * option("samples"),
             lengths=lengths,
             device=device,
+            pause=RESTED_SECONDS if rested else encoder.PAUSE_SECONDS,
         )
         for row in found:
             if row["status"] == "ok":

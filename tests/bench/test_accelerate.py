@@ -45,8 +45,8 @@ def test_rows_say_that_every_layer_ran_fused(tmp_path):
         peer = f"transformers-{turns.precision(name)}"
         assert list(row["over"]) == ([] if name == peer else [peer])
     for name in ACCELERATED:  # each call ran packed in every fused layer
-        assert rows[name]["packed_calls"] == 3
-        assert rows[name]["fused_calls"] == 3 * TINY.layers
+        assert rows[name]["packed_calls"] == 4
+        assert rows[name]["fused_calls"] == 4 * TINY.layers
 
 
 def test_a_model_with_a_stock_layer_has_no_figure_and_no_ratio(tmp_path, monkeypatch):
