@@ -1,6 +1,6 @@
 """One short text at a time: the median and the longest wait of a caller.
 
-`1x128-rested` is a caller that comes about ten times a second: the process sleeps for 100 ms before each
+`1x128-rested` is a caller of about ten calls per second: the process sleeps for 100 ms before each
 call, so that all threads must be woken, and caches are colder.
 """
 
