@@ -31,7 +31,6 @@ FAULTS = (
     _fault("a worker stays aside", "if (stepped_) sched_setaffinity(0, sizeof allowed_, &allowed_);", ""),
     _fault("a worker steps where it may not go", "cpu_set_t elsewhere = allowed_;", "cpu_set_t elsewhere = allowed_;\n        for (int i = 0; i < 64; ++i) CPU_SET(i, &elsewhere);"),
     # teams
-    _fault("an open team is opened again", "if (has_open_team() || threads <= 1", "if (threads <= 1"),
     _fault("a thread stays alone while its team is open", "if (t_alone) end_alone();", ""),
     _fault("the time alone ends without a team", "if (t_open == nullptr) open_region(t_threads);", ""),
     _fault("a closed team stays", "delete t_open;\n    t_open = nullptr;", ""),
