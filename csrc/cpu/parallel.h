@@ -18,8 +18,8 @@
 // Beside a busy neighbour the scheduler puts all threads onto one core: one core per program counts as fair.
 // The thread that has the tasks then works alone until a core is idle, and lends tasks of long jobs: the
 // other threads are bound to the other cores, where they run each time that the neighbour's turn is over. A
-// thread whose turn is over while it has the last task gets the owner's core, and the owner sleeps meanwhile. When the region ends,
-// every thread may again run on all the cores that it came with.
+// thread whose turn is over while it has the last task gets the owner's core, and the owner sleeps meanwhile.
+// When the region ends, every thread may again run on all the cores that it came with.
 //
 // libgomp's workers do not survive a fork, and a parallel region in the child then hangs. A child forked
 // after this pool was used therefore runs on its calling thread.
